@@ -1,0 +1,60 @@
+# Everything a fresh machine needs is python3 (3.10 or newer) with pip, and make.
+# The first target that needs it creates .venv; the stamp files keep later runs from reinstalling.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e
+# What the type checker reads, as far as it exists.
+TYPED  := $(wildcard src examples benchmarks)
+# Extra arguments: make unit ARGS="-k ranks -x"
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types unit conformance bench clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-demo ## train a small network on 2 ranks (ARGS="--ranks 4")
+	@$(BIN)/paceline demo $(ARGS)
+
+test: lint types ## everything CI runs: lint, types, all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev ## mypy --strict
+	$(BIN)/mypy $(TYPED)
+
+unit: $(VENV)/.installed-dev ## the tests without torch's own (minutes less)
+	$(BIN)/python -m pytest --ignore=tests/conformance $(ARGS)
+
+conformance: $(VENV)/.installed-dev ## torch's own DDP tests, on our class
+	$(BIN)/python -m pytest tests/conformance $(ARGS)
+
+bench: $(VENV)/.installed-dev ## step time side by side with torch's DDP
+	@test -d benchmarks || { echo "there is no benchmarks/ yet"; exit 1; }
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean: ## remove the environment, caches and build output
+	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A python3 without ensurepip (Debian without python3-venv) gets its pip from the one outside.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"Paceline needs Python 3.10 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV) || { \
+	  rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
+	  && $(PYTHON) -m pip --python $(BIN)/python install pip; }
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) ".[demo]"
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) ".[dev]"
+	@touch $@ $(VENV)/.installed-demo

@@ -1,0 +1,225 @@
+"""One bucket: its memory, its slots, how many gradients it still waits for, the work in flight.
+
+Owned by the reducer, one per entry of the plan. Knows its memory and its parameters; must not know
+about groups, hooks, steps or autograd.
+
+Roles of the tensors:
+    flat       all of the bucket's memory, which is what is reduced
+    gradients  the front of ``flat`` that holds gradients: what hooks see
+    tail       the rest, where a few control words may ride along
+    view       one slot's part of ``gradients``, in the shape and strides of its parameter
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from paceline.buckets.plan import BucketSpec, ParameterSpec
+from paceline.types import Reduction
+
+SMALL_BYTES = 128 * 1024
+"""Gradients below this are copied in batches: a call costs more than the copy."""
+
+
+class Slot:
+    """One parameter's place in a bucket.
+
+    ``view`` is None while the bucket has no memory, and for sparse gradients. ``expected`` says how
+    often a gradient arrives in one backward (more than once only in a static graph), ``arrived``
+    how often it has. ``outside`` is set while the reduced value must be copied to a gradient that
+    cannot be the view.
+    """
+
+    __slots__ = (
+        "arrived",
+        "bucket",
+        "expected",
+        "index",
+        "outside",
+        "parameter",
+        "small",
+        "spec",
+        "view",
+    )
+
+    def __init__(
+        self, spec: ParameterSpec, parameter: torch.Tensor, bucket: Bucket, small_bytes: int
+    ) -> None:
+        self.spec = spec
+        self.index = spec.index
+        self.parameter = parameter
+        self.bucket = bucket
+        self.small = spec.nbytes < small_bytes
+        self.view: torch.Tensor | None = None
+        self.expected = 1
+        self.arrived = 0
+        self.outside = False
+
+
+class Bucket:
+    """The state behind one :class:`BucketSpec`."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: BucketSpec,
+        parameters: Sequence[torch.Tensor],
+        *,
+        tail_numel: int = 0,
+        small_bytes: int = SMALL_BYTES,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.tail_numel = tail_numel
+        self.slots = tuple(
+            Slot(s, parameters[s.index], self, small_bytes) for s in spec.parameters
+        )
+        self.flat: torch.Tensor | None = None
+        self.gradients: torch.Tensor | None = None
+        self.tail: torch.Tensor | None = None
+        self.sparse_gradient: torch.Tensor | None = None
+        self.pending = 0
+        self.waiting: list[Slot] = []
+        self.reduction: Reduction | None = None
+        self.future: torch.futures.Future[torch.Tensor] | None = None
+        self._views: list[torch.Tensor] = []
+        self._free_view_refs = 0
+        self._free_storage_refs = 0
+        self._small_runs = _runs(self.slots)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether this bucket holds one sparse gradient."""
+        return self.spec.sparse
+
+    @property
+    def total_numel(self) -> int:
+        """Elements to allocate."""
+        return self.spec.numel + self.tail_numel
+
+    def attach(self, flat: torch.Tensor) -> None:
+        """Give the bucket its memory and cut the slots' views."""
+        numel = self.spec.numel
+        self.flat = flat
+        self.gradients = flat[:numel]
+        self.tail = flat[numel:]
+        for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
+            slot.view = flat.as_strided(
+                slot.spec.shape, slot.spec.stride, flat.storage_offset() + offset
+            )
+        self._views = [slot.view for slot in self.slots if slot.view is not None]
+        self._free_view_refs = max(map(sys.getrefcount, self._views))
+        self._free_storage_refs = self._storage_refs()
+
+    def detach(self) -> None:
+        """Let go of the memory. Gradients that are views of it keep it alive."""
+        self.flat = self.gradients = self.tail = None
+        self._views = []
+        for slot in self.slots:
+            slot.view = None
+
+    def is_held(self) -> bool:
+        """Say whether somebody else still holds memory that the next step would overwrite.
+
+        A gradient that is still its parameter's ``grad`` is not held in this sense: there, to be
+        overwritten is what accumulation means. Everything else that keeps a view, or a tensor on the
+        same storage, alive is a user who wants to see the old value.
+        """
+        if not self._views:
+            return False
+        if self._storage_refs() > self._free_storage_refs:
+            return True
+        if max(map(sys.getrefcount, self._views)) <= self._free_view_refs:
+            return False
+        return any(self._is_slot_held(slot) for slot in self.slots)
+
+    def _is_slot_held(self, slot: Slot) -> bool:
+        # `view` here and the attribute read of `grad` add one reference each.
+        view = slot.view
+        is_grad = slot.parameter.grad is view
+        return not is_grad and sys.getrefcount(view) > self._free_view_refs + 1
+
+    def _storage_refs(self) -> int:
+        assert self.flat is not None
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+
+    def scale_small(self, factor: float) -> None:
+        """Multiply the slots that were copied in batches, run by run."""
+        assert self.flat is not None
+        for start, end in self._small_runs:
+            self.flat[start:end].mul_(factor)
+
+    def wait(self) -> None:
+        """Wait until the bucket's reduction, or its hook, is done."""
+        if self.reduction is not None:
+            self.reduction.wait()
+        if self.future is not None:
+            self.future.wait()
+
+    def is_done(self) -> bool:
+        """Say whether :meth:`wait` would return at once."""
+        if self.future is not None:
+            return bool(self.future.done())
+        return self.reduction is not None and self.reduction.is_done()
+
+
+def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """Return the element ranges that neighbouring small slots cover."""
+    runs: list[tuple[int, int]] = []
+    offset = 0
+    for slot in slots:
+        end = offset + slot.spec.numel
+        if slot.small and end > offset:
+            if runs and runs[-1][1] == offset:
+                runs[-1] = (runs[-1][0], end)
+            else:
+                runs.append((offset, end))
+        offset = end
+    return runs
+
+
+class GradBucket:
+    """What a communication hook sees of a bucket; the methods are those of torch's class."""
+
+    def __init__(self, bucket: Bucket, buffer: torch.Tensor, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = buffer
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """The bucket's place in the order in which buckets start."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, flat, not yet divided by the world size."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients one by one, as views of :meth:`buffer`."""
+        if self._bucket.sparse:
+            return [self._buffer]
+        base = self._buffer.storage_offset()
+        return [
+            self._buffer.as_strided(slot.spec.shape, slot.spec.stride, base + offset)
+            for slot, offset in zip(self._bucket.slots, self._bucket.spec.offsets, strict=True)
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Whether no further bucket follows in this step."""
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let ``buffer`` take the place of the gradients; it must have as many elements."""
+        if buffer.numel() != self._buffer.numel():
+            raise ValueError(
+                f"set_buffer: bucket {self._bucket.index} holds {self._buffer.numel()} elements, "
+                f"but the new buffer has {buffer.numel()}. Give a tensor of the same size."
+            )
+        self._buffer = buffer

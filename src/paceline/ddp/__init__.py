@@ -1,0 +1,5 @@
+"""Multi-process data parallelism."""
+
+from paceline.ddp.wrapper import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]

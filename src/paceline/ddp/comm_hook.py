@@ -1,0 +1,141 @@
+"""Communication hooks: checked when they are registered, and run on a bucket.
+
+Called by the reducer. A hook may do anything, so everything it does is checked here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.buckets import Bucket, GradBucket
+from paceline.errors import HookNotCallableError, HookSignatureError
+from paceline.types import CommHook
+
+EXAMPLE = (
+    "def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
+)
+
+
+@dataclass(frozen=True)
+class RegisteredHook:
+    """A hook with its state."""
+
+    hook: CommHook
+    state: Any
+    name: str
+
+    def run(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
+        """Start the hook on a bucket and return the future of its result.
+
+        Raises:
+            TypeError: If the hook returns no future.
+        """
+        source = bucket.sparse_gradient if bucket.sparse else bucket.gradients
+        assert source is not None
+        future = self.hook(self.state, GradBucket(bucket, source, is_last=is_last))
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(
+                f"hook {self.name} returned {type(future).__name__} instead of a "
+                "torch.futures.Future"
+            )
+        return future
+
+
+def hook_result(future: torch.futures.Future[Any], bucket: Bucket, name: str) -> torch.Tensor:
+    """Return the tensor a finished hook gives, which must fill its bucket.
+
+    Raises:
+        TypeError: If the future holds anything else.
+    """
+    value = future.value()
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"hook {name}: its future holds {type(value).__name__}, not a tensor")
+    if not bucket.sparse and value.numel() != bucket.spec.numel:
+        raise TypeError(
+            f"hook {name}: its future holds {value.numel()} elements, but bucket {bucket.index} has "
+            f"{bucket.spec.numel}"
+        )
+    return value
+
+
+def check_hook(hook: Any) -> str:
+    """Check that a hook can be called with ``(state, bucket)``; return its name.
+
+    Raises:
+        HookNotCallableError: If it is no function.
+        HookSignatureError: If it takes or promises something else.
+    """
+    if not callable(hook):
+        raise HookNotCallableError(
+            f"A communication hook must be callable, but {hook!r} is a {type(hook).__name__}. "
+            f"Write {EXAMPLE}."
+        )
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    signature = inspect.signature(hook)
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise HookSignatureError(
+            f"The communication hook {name}{signature} cannot be called as hook(state, bucket): "
+            f"{error}. Write {EXAMPLE}."
+        ) from None
+    _check_annotations(name, signature)
+    return name
+
+
+def _check_annotations(name: str, signature: inspect.Signature) -> None:
+    empty = inspect.Signature.empty
+    bucket = list(signature.parameters.values())[-1]
+    for parameter in signature.parameters.values():
+        if parameter.name == "bucket":
+            bucket = parameter
+    allowed = {empty, dist.GradBucket, GradBucket, Any, "GradBucket", "dist.GradBucket"}
+    if bucket.kind is not inspect.Parameter.VAR_POSITIONAL and bucket.annotation not in allowed:
+        raise HookSignatureError(
+            f"Communication hook {name}: bucket annotation should be dist.GradBucket, but it is "
+            f"{bucket.annotation!r}. Write {EXAMPLE}."
+        )
+    returns = signature.return_annotation
+    if isinstance(returns, str):
+        fits = "Future" in returns
+    else:
+        fits = returns in (empty, Any, torch.futures.Future, torch.futures.Future[torch.Tensor])
+    if not fits:
+        raise HookSignatureError(
+            f"Communication hook {name}: return annotation should be "
+            f"torch.futures.Future[torch.Tensor], but it is {returns!r}. Write {EXAMPLE}."
+        )
+
+
+def _allreduce(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = group.allreduce([buffer]).get_future()
+    return future
+
+
+def allreduce_mean(group: dist.ProcessGroup) -> Callable[[Any, GradBucket], Any]:
+    """Return the hook behind ``BuiltinCommHookType.ALLREDUCE``."""
+
+    def builtin_allreduce(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer().div_(group.size())
+        return _allreduce(group, buffer).then(lambda done: done.value()[0])
+
+    return builtin_allreduce
+
+
+def fp16_mean(group: dist.ProcessGroup) -> Callable[[Any, GradBucket], Any]:
+    """Return the hook behind ``BuiltinCommHookType.FP16_COMPRESS``."""
+
+    def builtin_fp16(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        half = buffer.to(torch.float16).div_(group.size())
+        return _allreduce(group, half).then(lambda done: buffer.copy_(done.value()[0]))
+
+    return builtin_fp16

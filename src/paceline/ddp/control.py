@@ -1,0 +1,134 @@
+"""The control block: what ranks tell each other in every step, at no extra collective.
+
+[Note: the control block]
+Behind the gradients of the bucket that is reduced last lies a tail of a few numbers. It is summed
+with the gradients, yet carries words that are no gradients:
+
+    rows   world x row_bytes numbers. Each rank writes one *row of bytes* into its own row and zeros
+           into all others, so the sum is the set of all rows, unchanged. A byte is at most 255, and
+           integers up to 256 are exact in every dtype that gradients have, bfloat16 included.
+    used   with unused-parameter tracking: one number per parameter, 1 if this rank used it. Summed
+           it counts the ranks; where a dtype is too coarse to count, it still tells zero from more.
+
+Why the last bucket: buckets start in plan order, so when a rank starts its last one, it knows all
+that it will ever know about this step: which gradients never came, which were not finite. Where the
+last bucket cannot carry a tail (a sparse gradient, or a communication hook that owns the bucket), the
+block travels alone, after all buckets.
+
+A row that is all zeros belongs to a rank that has left the loop (``join``).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_HEADER = struct.Struct("<BBId")
+_LATE = struct.Struct("<I")
+_MAX_U32 = (1 << 32) - 1
+
+
+class Flag(enum.IntFlag):
+    """What a rank has to say about its step."""
+
+    PRESENT = 1
+    """Set in every row that was written: the rank is not joined."""
+
+    WEIGHTED = 2
+    """The rank is inside ``ddp.weighted(n)``."""
+
+    FAILED = 4
+    """The step failed here; a report follows in :mod:`paceline.ddp.diagnosis`."""
+
+    NONFINITE = 8
+    """A gradient of this rank is not finite (only with nonfinite="skip")."""
+
+
+@dataclass(frozen=True)
+class ControlRow:
+    """One rank's row.
+
+    ``ready_us`` says for each bucket when it was ready, in microseconds since this rank saw the
+    previous step end: an instant that all ranks share to within one collective, so that no clocks
+    need to be compared.
+    """
+
+    flags: Flag
+    step: int
+    weight: float
+    ready_us: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ControlBlock:
+    """All rows after the sum; None where a rank has joined. ``used`` is empty without tracking."""
+
+    rows: tuple[ControlRow | None, ...]
+    used: tuple[int, ...]
+
+    def present(self) -> list[tuple[int, ControlRow]]:
+        """The rows of ranks that take part, with their ranks."""
+        return [(rank, row) for rank, row in enumerate(self.rows) if row is not None]
+
+    def any(self, flag: Flag) -> bool:
+        """Whether some rank raised ``flag``."""
+        return any(row.flags & flag for _, row in self.present())
+
+    def last_rank(self, bucket: int) -> int:
+        """The rank on which a bucket was ready last; -1 when nobody takes part."""
+        late = [(row.ready_us[bucket], rank) for rank, row in self.present()]
+        return max(late)[1] if late else -1
+
+
+@dataclass(frozen=True)
+class ControlLayout:
+    """How many numbers a block has, and how it is written and read."""
+
+    world: int
+    buckets: int
+    tracked: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes in one rank's row."""
+        return _HEADER.size + _LATE.size * self.buckets
+
+    @property
+    def numel(self) -> int:
+        """Numbers in a block."""
+        return self.world * self.row_bytes + self.tracked
+
+    def write(
+        self, tail: torch.Tensor, rank: int, row: ControlRow, used: Sequence[int] = ()
+    ) -> None:
+        """Fill ``tail`` with this rank's row, zeros for the others, and what it used."""
+        data = bytearray(self.numel)
+        start = rank * self.row_bytes
+        _HEADER.pack_into(data, start, row.flags, 0, row.step & _MAX_U32, row.weight)
+        for number, late in enumerate(row.ready_us):
+            place = start + _HEADER.size + number * _LATE.size
+            _LATE.pack_into(data, place, max(0, min(late, _MAX_U32)))
+        if used:
+            data[self.world * self.row_bytes :] = bytes(used)
+        tail.copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def read(self, tail: torch.Tensor) -> ControlBlock:
+        """Decode a summed tail."""
+        numbers = tail.real if tail.is_complex() else tail
+        values: list[int] = numbers.to("cpu", torch.int64).tolist()
+        end = self.world * self.row_bytes
+        data = bytes(values[:end])
+        rows = [self._row(data, rank) for rank in range(self.world)]
+        return ControlBlock(tuple(rows), tuple(values[end:]))
+
+    def _row(self, data: bytes, rank: int) -> ControlRow | None:
+        start = rank * self.row_bytes
+        flags, _, step, weight = _HEADER.unpack_from(data, start)
+        if not flags & Flag.PRESENT:
+            return None
+        late = struct.unpack_from(f"<{self.buckets}I", data, start + _HEADER.size)
+        return ControlRow(Flag(flags), step, weight, late)

@@ -1,0 +1,175 @@
+"""Where gradients live outside of the buckets: in ``parameter.grad``, or in an autograd context.
+
+The reducer brings gradients in (``collect``) and lets results out (``settle``) through one of these.
+A home copies; it must not know about groups, hooks or the order of buckets.
+
+Words: a slot is *settled* when the outside already shows its view, so that nothing is to be done after
+the reduction. Slots that are not are returned by ``collect`` and handed to ``settle`` later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed.autograd as dist_autograd
+
+from paceline.buckets import Slot
+from paceline.config import GradientViews
+
+
+class GradientHome(Protocol):
+    """How the reducer reaches gradients."""
+
+    def gradient(self, slot: Slot) -> torch.Tensor | None:
+        """Return the gradient as it is outside now."""
+
+    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Copy gradients into their views, unscaled; return the slots that are not settled."""
+
+    def collect_scaled(self, slot: Slot, factor: float) -> bool:
+        """Copy one gradient into its view times ``factor``; say whether the slot is settled."""
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Let the outside show the views of these slots."""
+
+    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Let the outside show a reduced sparse gradient."""
+
+
+class LocalHome:
+    """Gradients in ``parameter.grad``."""
+
+    def __init__(self, views: GradientViews) -> None:
+        self._gives_views = views is not GradientViews.NEVER
+
+    def gradient(self, slot: Slot) -> torch.Tensor | None:
+        """Return ``parameter.grad``."""
+        return slot.parameter.grad
+
+    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Copy what is not in its view yet; give out views where that is allowed."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        becoming_views: list[Slot] = []
+        unsettled: list[Slot] = []
+        for slot in slots:
+            view, gradient = slot.view, slot.parameter.grad
+            assert view is not None
+            if gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+                unsettled.append(slot)
+                continue
+            targets.append(view)
+            sources.append(gradient)
+            if self._may_become_view(gradient):
+                becoming_views.append(slot)
+            else:
+                unsettled.append(slot)
+        _copy_all(targets, sources)
+        for slot in becoming_views:
+            slot.parameter.grad = slot.view
+        return unsettled
+
+    def collect_scaled(self, slot: Slot, factor: float) -> bool:
+        """Copy and scale in one pass: large gradients are read and written once."""
+        view, gradient = slot.view, slot.parameter.grad
+        assert view is not None
+        if gradient is None:
+            view.zero_()
+            return False
+        if gradient is view:
+            view.mul_(factor)
+            return True
+        torch.mul(gradient, factor, out=view)
+        if not self._may_become_view(gradient):
+            return False
+        slot.parameter.grad = view
+        return True
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Give out views, or copy the results to tensors that cannot be views."""
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for slot in slots:
+            view, gradient = slot.view, slot.parameter.grad
+            assert view is not None
+            if gradient is view:
+                continue
+            if gradient is None:
+                slot.parameter.grad = view if self._gives_views else view.clone()
+            elif self._may_become_view(gradient):
+                slot.parameter.grad = view
+            else:
+                targets.append(gradient)
+                sources.append(view)
+        _copy_all(targets, sources)
+
+    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """The reduced tensor becomes the gradient."""
+        slot.parameter.grad = gradient
+
+    def _may_become_view(self, gradient: torch.Tensor) -> bool:
+        # A gradient with a graph (create_graph=True) stays the tensor that the graph knows.
+        return self._gives_views and not gradient.requires_grad
+
+
+class ContextHome:
+    """Gradients in a distributed autograd context, which ``DistributedOptimizer`` reads.
+
+    The context's tensors cannot be replaced, only written to; and a parameter that this rank did not
+    use has none there, so its average stays invisible on this rank.
+    """
+
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
+
+    def gradient(self, slot: Slot) -> torch.Tensor | None:
+        """Return the context's gradient of this parameter."""
+        return self._gradients().get(slot.parameter)
+
+    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Copy from the context; nothing is ever settled before the reduction."""
+        gradients = self._gradients()
+        for slot in slots:
+            assert slot.view is not None
+            gradient = gradients.get(slot.parameter)
+            if gradient is None:
+                slot.view.zero_()
+            else:
+                slot.view.copy_(gradient)
+        return list(slots)
+
+    def collect_scaled(self, slot: Slot, factor: float) -> bool:
+        """Copy one gradient from the context."""
+        self.collect([slot])
+        assert slot.view is not None
+        slot.view.mul_(factor)
+        return False
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Write the results into the context's tensors."""
+        gradients = self._gradients()
+        for slot in slots:
+            gradient = gradients.get(slot.parameter)
+            if gradient is not None and slot.view is not None:
+                gradient.copy_(slot.view)
+
+    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Write a sparse result into the context's tensor."""
+        own = self._gradients().get(slot.parameter)
+        if own is not None:
+            own.copy_(gradient)
+
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        return dict(dist_autograd.get_gradients(self._context_id))
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)

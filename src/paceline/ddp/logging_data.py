@@ -1,0 +1,107 @@
+"""The dictionary that ``_get_ddp_logging_data()`` returns: torch's keys, where they apply.
+
+Filled at construction and, at sampled steps, with the times of the step before. Times are
+nanoseconds, as in torch. For people there is ``ddp.stats()``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.buckets import BucketPlan
+from paceline.observe import StepClock
+
+FIRST_SAMPLED_STEPS = 10
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+_COMMON_ENV = ("MASTER_PORT", "MASTER_ADDR", "TORCH_DISTRIBUTED_DEBUG", "CUDA_VISIBLE_DEVICES")
+_BACKEND_ENV = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": ("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_NTHREADS", "NCCL_IB_TIMEOUT"),
+}
+GLOO_THREADS = 2
+
+
+class LoggingData:
+    """A dictionary with a sampling rate."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.sample_rate = 100
+        self._samples = 0
+
+    def set(self, key: str, value: Any) -> None:
+        """Set one entry."""
+        self.values[key] = value
+
+    def set_error(self, error: BaseException) -> None:
+        """Keep the most recent error."""
+        self.values["has_error"] = 1
+        self.values["error"] = f"{type(error)}: {error}"
+        self.values.setdefault("iteration", 0)
+
+    def set_environment(self, backend: str) -> None:
+        """Record the environment variables that decide how processes find each other."""
+        for variable in (*_COMMON_ENV, *_BACKEND_ENV.get(backend, ())):
+            self.values[variable.lower()] = os.environ.get(variable, "N/A")
+        self.values["backend_name"] = backend
+        if backend == "gloo":
+            self.values["gloo_num_threads"] = GLOO_THREADS
+
+    def set_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Record what is reduced."""
+        names = {_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters}
+        self.values["dtypes"] = ", ".join(sorted(names))
+        self.values["num_parameter_tensors"] = len(parameters)
+        self.values["total_parameter_size_bytes"] = sum(p.nbytes for p in parameters)
+
+    def set_plan(self, plan: BucketPlan, *, rebuilt: bool) -> None:
+        """Record how gradients are cut into buckets."""
+        sizes = ", ".join(str(bucket.nbytes) for bucket in plan.buckets)
+        if not rebuilt:
+            self.values["bucket_sizes"] = sizes
+            return
+        self.values["has_rebuilt_buckets"] = 1
+        self.values["rebuilt_bucket_sizes"] = sizes
+        self.values["rebuilt_per_bucket_param_indices"] = ", ".join(
+            " ".join(str(spec.index) for spec in bucket.parameters) for bucket in plan.buckets
+        )
+
+    def is_sampled(self, iteration: int) -> bool:
+        """Whether the step before this iteration is recorded."""
+        return 0 < iteration and (
+            iteration <= FIRST_SAMPLED_STEPS or iteration % self.sample_rate == 0
+        )
+
+    def sample(self, iteration: int, clock: StepClock) -> None:
+        """Record the times of the step before ``iteration``."""
+        if not clock.began or not clock.backward_ended:
+            return
+        self._samples += 1
+        self.values["iteration"] = iteration
+        comm_began, comm_ended = min(clock.began), max(clock.ended)
+        overlap = max(0, min(clock.backward_ended, comm_ended) - comm_began)
+        self._record("forward_compute_time", clock.backward_began - clock.forward_began)
+        self._record("backward_compute_time", clock.backward_ended - clock.backward_began)
+        self._record("backward_comm_time", comm_ended - comm_began)
+        self._record("backward_compute_comm_overlap_time", overlap)
+        self.values["forward_compute_time_start"] = clock.forward_began
+        self.values["backward_compute_time_start"] = clock.backward_began
+        self.values["backward_compute_time_end"] = clock.backward_ended
+        self.values["backward_comm_time_start"] = comm_began
+        self.values["backward_comm_time_end"] = comm_ended
+
+    def _record(self, key: str, value: int) -> None:
+        mean = self.values.get(f"avg_{key}", 0)
+        self.values[key] = value
+        self.values[f"avg_{key}"] = int(mean + (value - mean) / self._samples)

@@ -1,0 +1,37 @@
+"""Is a gradient finite? One pass over a bucket; names only when something is wrong."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.buckets import Bucket
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor holds neither NaN nor infinity, in one pass without temporaries."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.numel() == 0:
+        return True
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def bucket_is_finite(bucket: Bucket) -> bool:
+    """Say whether all of a bucket's gradients are finite."""
+    content = bucket.sparse_gradient if bucket.sparse else bucket.gradients
+    return content is None or is_finite(content)
+
+
+def nonfinite_names(bucket: Bucket) -> list[tuple[str, int]]:
+    """Return name and index of the parameters whose gradients are not finite."""
+    if bucket.sparse:
+        spec = bucket.slots[0].spec
+        return [] if bucket_is_finite(bucket) else [(spec.name, spec.index)]
+    return [
+        (slot.spec.name, slot.index)
+        for slot in bucket.slots
+        if slot.view is not None and not is_finite(slot.view)
+    ]

@@ -1,0 +1,41 @@
+"""Optimizer in backward: the step of a parameter runs as soon as its bucket is reduced.
+
+For parameters that ``torch.distributed.optim._apply_optimizer_in_backward`` has given an optimizer.
+Their gradients are None afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+from paceline.buckets import Bucket
+
+
+def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:
+    """Stop these parameters' own optimizer hooks; say whether there are any.
+
+    The hooks would run on local gradients, before the reduction.
+    """
+    found = False
+    for parameter in parameters:
+        if hasattr(parameter, "_in_backward_optimizers"):
+            found = True
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+                handle.remove()
+    return found
+
+
+def run_optimizers(bucket: Bucket) -> None:
+    """Step the parameters of a reduced bucket."""
+    for slot in bucket.slots:
+        parameter = slot.parameter
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        if not optimizers:
+            continue
+        if parameter.grad is not None:
+            for optimizer in optimizers:
+                optimizer.step()
+        parameter.grad = None

@@ -1,0 +1,174 @@
+"""Mixed precision: parameters are low precision while a step computes, full precision outside.
+
+Before a forward every parameter's data is exchanged for a low-precision copy, so modules, activation
+checkpointing and autograd see ordinary low-precision parameters; when the backward is over, the full
+data comes back. Gradients arrive in low precision, are reduced in ``reduce_dtype`` and handed out in
+full precision.
+
+[Note: exchanged data]
+To exchange a parameter's data for another dtype makes autograd forget the parameter's AccumulateGrad
+node, and our hook with it. The wrapper therefore taps the parameters anew after every exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.distributed.utils import _cast_forward_inputs
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
+
+from paceline.buckets import Slot
+
+
+class PrecisionSwap:
+    """Exchanges the data of a module's parameters.
+
+    ``_fp_param`` and ``_mp_param`` on a parameter are names that torch's users and tests know.
+    """
+
+    def __init__(self, config: MixedPrecisionConfig, module: torch.nn.Module) -> None:
+        self.config = config
+        self._module = module
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        self._is_low = False
+        for parameter in self._managed():
+            low = torch.zeros_like(parameter, dtype=config.param_dtype, requires_grad=False)
+            low.untyped_storage().resize_(0)
+            parameter._mp_param = low  # type: ignore[attr-defined]
+            parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+        for buffer in module.buffers():
+            if not hasattr(buffer, "_ddp_ignored") and buffer.is_floating_point():
+                buffer.data = buffer.to(dtype=config.buffer_dtype)
+        module.register_state_dict_pre_hook(lambda *_: self.leave())
+
+    def reduce_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a parameter's gradient is reduced."""
+        return self.config.reduce_dtype or self.config.param_dtype or parameter.dtype
+
+    def cast_inputs(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast floating-point inputs of the module."""
+        if self.config.param_dtype is None:
+            return inputs, kwargs
+        cast: tuple[tuple[Any, ...], dict[str, Any]] = _cast_forward_inputs(
+            self.config.param_dtype, *inputs, **kwargs
+        )
+        return cast
+
+    def enter(self) -> None:
+        """Exchange full for low precision; gradients that are there wait aside."""
+        self.leave()
+        self._is_low = True
+        with torch.no_grad():
+            for parameter in self._managed():
+                if parameter.grad is not None:
+                    self._kept[parameter] = parameter.grad
+                    parameter.grad = None
+                low: torch.Tensor = parameter._mp_param  # type: ignore[attr-defined]
+                parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+                low.untyped_storage().resize_(low.numel() * low.itemsize)
+                low.copy_(parameter.data)
+                parameter.data = low
+
+    def leave(self) -> None:
+        """Bring full precision back, and add gradients that stayed local to those of before."""
+        if not self._is_low:
+            return
+        self._is_low = False
+        with torch.no_grad():
+            for parameter in self._managed():
+                gradient, kept = parameter.grad, self._kept.get(parameter)
+                self.restore(parameter)
+                if gradient is None or gradient.dtype == parameter.dtype:
+                    parameter.grad = gradient if gradient is not None else kept
+                else:
+                    full = gradient.to(parameter.dtype)
+                    parameter.grad = full if kept is None else kept.add_(full)
+        self._kept.clear()
+
+    def restore(self, parameter: torch.Tensor) -> None:
+        """Bring back one parameter's data; its low-precision gradient is dropped."""
+        low: torch.Tensor = parameter._mp_param  # type: ignore[attr-defined]
+        if parameter.data_ptr() != low.data_ptr() or low.untyped_storage().size() == 0:
+            return
+        parameter.grad = None
+        parameter.data = parameter._fp_param  # type: ignore[attr-defined]
+        if parameter._fp_param.data_ptr() != low.data_ptr():  # type: ignore[attr-defined]
+            low.untyped_storage().resize_(0)
+
+    def kept_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The full-precision gradient from before this step, which waits aside."""
+        return self._kept.get(parameter)
+
+    def on_gradient(self, index: int) -> None:
+        """Part of the Listener protocol; single gradients are the reducer's business."""
+
+    def on_output(self, leads_to_parameters: bool) -> None:
+        """A backward without synchronisation has begun: come back at its end."""
+        Variable._execution_engine.queue_callback(self.leave)
+
+    def _managed(self) -> Iterator[torch.nn.Parameter]:
+        for parameter in self._module.parameters():
+            if not hasattr(parameter, "_ddp_ignored") and parameter.is_floating_point():
+                yield parameter
+
+
+class PrecisionHome:
+    """Gradients that arrive in low precision and leave in full precision."""
+
+    def __init__(self, swap: PrecisionSwap, *, gives_views: bool) -> None:
+        self._swap = swap
+        self._gives_views = gives_views
+
+    def gradient(self, slot: Slot) -> torch.Tensor | None:
+        """The gradient of this step, or the one that waits aside."""
+        gradient = slot.parameter.grad
+        return gradient if gradient is not None else self._swap.kept_gradient(slot.parameter)
+
+    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Cast into the views; nothing is settled before the full data is back."""
+        for slot in slots:
+            view = slot.view
+            assert view is not None
+            gradient, kept = slot.parameter.grad, self._swap.kept_gradient(slot.parameter)
+            if gradient is not None:
+                view.copy_(gradient)
+                if kept is not None:
+                    view.add_(kept)
+            elif kept is not None:
+                view.copy_(kept)
+            else:
+                view.zero_()
+        return list(slots)
+
+    def collect_scaled(self, slot: Slot, factor: float) -> bool:
+        """Cast one gradient into its view, times ``factor``."""
+        self.collect([slot])
+        assert slot.view is not None
+        slot.view.mul_(factor)
+        return False
+
+    def settle(self, slots: Sequence[Slot]) -> None:
+        """Bring the full data back and hand out full-precision gradients."""
+        for slot in slots:
+            parameter, view = slot.parameter, slot.view
+            assert view is not None
+            kept = self._swap.kept_gradient(parameter)
+            self._swap.restore(parameter)
+            if kept is not None and not self._gives_views:
+                parameter.grad = kept.copy_(view)
+            elif view.dtype == parameter.dtype and self._gives_views:
+                parameter.grad = view
+            else:
+                parameter.grad = view.to(parameter.dtype, copy=True)
+
+    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Hand out a sparse gradient in full precision."""
+        self._swap.restore(slot.parameter)
+        slot.parameter.grad = gradient.to(slot.parameter.dtype)
+
+

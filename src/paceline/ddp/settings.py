@@ -1,0 +1,22 @@
+"""What a wrapper was asked to do: picklable, and enough to build its parts again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
+
+from paceline.buckets import BucketCaps
+from paceline.config import ReducePolicy
+from paceline.ddp.arguments import BufferArguments, Placement
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The constructor's arguments after checks."""
+
+    policy: ReducePolicy
+    caps: BucketCaps
+    placement: Placement
+    buffers: BufferArguments
+    mixed_precision: MixedPrecisionConfig | None

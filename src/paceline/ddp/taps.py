@@ -1,0 +1,93 @@
+"""Where the reducer listens: hooks on AccumulateGrad nodes and on the outputs of a forward.
+
+The hooks hold the listener weakly, so that a wrapper, its buckets and its memory are freed when the
+user lets go of it, and a deep copy of the module carries none of them.
+
+[Note: why AccumulateGrad nodes]
+``register_post_accumulate_grad_hook`` would be the obvious choice, but it stays silent under
+distributed autograd. A hook on the node fires in both engines. The node must be kept alive, because
+a parameter refers to it only weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+
+from paceline.ddp.unused import is_in_graph
+
+
+class Listener(Protocol):
+    """Who is told: the reducer."""
+
+    def on_gradient(self, index: int) -> None:
+        """A parameter's gradient has been accumulated."""
+
+    def on_output(self, leads_to_parameters: bool) -> None:
+        """A backward has reached an output of the module."""
+
+
+class GradientTaps:
+    """Hooks on the AccumulateGrad nodes of some parameters."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], listener: Listener) -> None:
+        self.nodes: list[Any] = []
+        self._handles: list[Any] = []
+        reference = weakref.ref(listener)
+        for index, parameter in enumerate(parameters):
+            node = accumulate_node(parameter)
+            self.nodes.append(node)
+            self._handles.append(node.register_hook(_gradient_hook(reference, index)))
+
+    def remove(self) -> None:
+        """Stop listening. Gradients stay local from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def accumulate_node(parameter: torch.Tensor) -> Any:
+    """Return the node at which a parameter's gradient is accumulated."""
+    with torch.enable_grad():
+        grad_fn = parameter.view_as(parameter).grad_fn
+    assert grad_fn is not None
+    return grad_fn.next_functions[0][0]
+
+
+def tap_outputs(
+    tensors: Iterable[torch.Tensor], parameter_nodes: Set[Any], listener: Listener
+) -> None:
+    """Tell the listener when a backward reaches one of these outputs.
+
+    It is also told whether parameters hang on the output at all; that cannot be asked later, because
+    a hook that kept its node would keep the whole graph alive.
+    """
+    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    if not nodes:
+        return
+    hook = _output_hook(weakref.ref(listener), is_in_graph(list(nodes), parameter_nodes))
+    for node in nodes:
+        node.register_prehook(hook)
+
+
+def _gradient_hook(reference: weakref.ref[Listener], index: int) -> Callable[..., None]:
+    def on_gradient(*_: Any) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.on_gradient(index)
+
+    return on_gradient
+
+
+def _output_hook(
+    reference: weakref.ref[Listener], leads_to_parameters: bool
+) -> Callable[[Any], None]:
+    def on_output(_: Any) -> None:
+        listener = reference()
+        if listener is not None:
+            listener.on_output(leads_to_parameters)
+
+    return on_output

@@ -1,0 +1,289 @@
+"""Names of torch's class that torch's own code, its tests and real programs call.
+
+The base of the wrapper. What torch's class does well without its C++ reducer is inherited (``scatter``,
+``gather``, ``to_kwargs``, ``train``, ignore lists, the parameter listing); what it does through that
+reducer is defined here on top of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+
+# Bound now: torch's tests put our class in the place of this name.
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+
+from paceline.ddp.buffers import BufferHookLocation, Moment, RegisteredBufferHook
+from paceline.ddp.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
+from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
+from paceline.ddp.peers import Peers
+from paceline.errors import ConfigurationError, PickleError
+from paceline.transport import C10dTransport
+
+if TYPE_CHECKING:
+    from paceline.ddp.buffers import BufferSync
+    from paceline.ddp.logging_data import LoggingData
+    from paceline.ddp.reducer import Reducer
+    from paceline.ddp.settings import Settings
+
+_NOT_PICKLED = (
+    "process_group",
+    "device_mesh",
+    "reducer",
+    "logger",
+    "_transport",
+    "_peers",
+    "_buffer_sync",
+    "_swap",
+    "_delayed",
+    "_parameter_dicts",
+    "_module_dicts",
+    "_known_ids",
+    "_comm_hooks",
+)
+
+
+class TorchSurface(TorchDDP):
+    """torch's private names, on Paceline's parts."""
+
+    reducer: Reducer | None  # type: ignore[assignment]
+    logger: LoggingData  # type: ignore[assignment]
+    _buffer_sync: BufferSync  # type: ignore[assignment]
+    _settings: Settings
+
+    def _set_torch_attributes(self, settings: Settings) -> None:
+        """Set the attributes under which torch's class can be asked about its arguments."""
+        placement, caps = settings.placement, settings.caps
+        self.device = placement.device
+        self.device_type = placement.device.type
+        self.device_ids = placement.device_ids
+        self.output_device = placement.output_device
+        self.is_multi_device_module = placement.is_multi_device
+        self.forward_sync_buffers = settings.buffers.in_forward
+        self.find_unused_parameters = settings.policy.find_unused
+        self.static_graph = settings.policy.static_graph
+        self.batched_grad_copy = settings.policy.batched_copy
+        self.skip_all_reduce_unused_params = settings.policy.skip_unused
+        self.mixed_precision = settings.mixed_precision
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = BROADCAST_CHUNK_BYTES
+        self.bucket_bytes_cap = caps.cap_bytes
+        self.bucket_bytes_cap_list = list(caps.listed)
+        self.bucket_bytes_cap_default = caps.first_cap_bytes < caps.cap_bytes
+        self.use_side_stream_for_tensor_copies = (
+            os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        )
+        self._divide_by_initial_world_size = True
+        self._use_python_reducer = False
+        self._ddp_sink_clone = True
+        self._forwards = 0
+
+    def _prepare_mesh(self, module: torch.nn.Module) -> None:
+        """A slice of a larger mesh means tensor parallelism inside: convert its parameters."""
+        if self.device_mesh is None or self.device_mesh._get_root_mesh() == self.device_mesh:
+            return
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+    def _require_reducer(self, what: str) -> Reducer:
+        if self.reducer is None:
+            raise ConfigurationError(
+                f"{what} needs parameters that this wrapper reduces bucket by bucket, but the "
+                "reduction of all of them is delayed (delay_all_reduce_named_params)."
+            )
+        return self.reducer
+
+    # --- pickling ------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for name in _NOT_PICKLED:
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        from paceline.ddp.logging_data import LoggingData
+
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = _get_default_group()
+        self.device_mesh = None
+        self._delayed = None
+        self.logger = LoggingData()
+        self._module_parameters = [
+            p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        self._build_parts()
+
+    def _build_parts(self) -> None:
+        raise NotImplementedError
+
+    def _check_default_group(self) -> None:
+        if dist.is_initialized() and self.process_group == _get_default_group():
+            return
+        raise PickleError(
+            "A DistributedDataParallel can be pickled only while it uses the default process group, "
+            "because groups cannot be. Save ddp.module.state_dict() instead."
+        )
+
+    # --- buffers -------------------------------------------------------------------------------
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """The buffers that are synchronised."""
+        return list(self._buffer_sync.named.values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """The buffers that are synchronised, by name."""
+        return self._buffer_sync.named
+
+    def _assign_modules_buffers(self) -> None:
+        self._buffer_sync.refresh()
+
+    def will_sync_module_buffers(self) -> bool:
+        """Say whether the next forward synchronises buffers."""
+        return bool(
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and self._buffer_sync.named
+        )
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Any,
+        comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, named_buffers)`` take the place of the broadcast of buffers.
+
+        It may return futures; the end of the backward waits for them.
+        """
+        if not callable(hook):
+            raise AssertionError(f"a buffer hook must be callable, but it is {hook!r}")
+        moment = Moment(comm_hook_location)
+        self._buffer_sync.hook = RegisteredBufferHook(hook, state, moment)
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        self._buffer_sync.broadcast(tensors, buffer_size, authoritative_rank)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: list[torch.Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Broadcast buffers as if there were no hook."""
+        self._buffer_sync.broadcast(
+            self.modules_buffers if bufs is None else bufs,
+            bucket_size or self.broadcast_bucket_size,
+            authoritative_rank,
+        )
+
+    # --- hooks and graph -----------------------------------------------------------------------
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Register one of torch's two built-in hooks."""
+        make = {
+            dist.BuiltinCommHookType.ALLREDUCE: allreduce_mean,
+            dist.BuiltinCommHookType.FP16_COMPRESS: fp16_mean,
+        }[comm_hook_type]
+        self._set_hook(RegisteredHook(make(self.process_group), None, str(comm_hook_type)))
+
+    def _set_hook(self, hook: RegisteredHook) -> None:
+        raise NotImplementedError
+
+    def _set_static_graph(self) -> None:
+        """Promise that the graph never changes."""
+        if self.static_graph:
+            warnings.warn(
+                "static_graph is set already; there is no need to set it again.", stacklevel=2
+            )
+            return
+        self.static_graph = True
+        self._change_policy(static_graph=True)
+        self.logger.set("static_graph", 1)
+
+    def _change_policy(self, **changes: Any) -> None:
+        raise NotImplementedError
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Kept for torch's callers: outputs are never cloned here."""
+        self._ddp_sink_clone = val
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stop listening to gradients."""
+        if self.reducer is not None:
+            self.reducer.taps.remove()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward did not complete its reductions."""
+        if self.reducer is not None:
+            self.reducer.check_finished()
+
+    def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
+        """Say which rows a sparse gradient may have, by parameter name, equal on all ranks."""
+        self._require_reducer("_set_sparse_metadata()").sparse_rows = dict(global_unique_ids)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on with another group; call it between steps, on every rank of the old one."""
+        if _rank_not_in_group(new_process_group):
+            return
+        self.process_group = new_process_group
+        self._transport = C10dTransport(new_process_group)
+        self._peers = Peers(new_process_group, self.device)
+        self._buffer_sync.group = new_process_group
+        if self.reducer is not None:
+            self.reducer.change_transport(self._transport, self._peers)
+
+    # --- logging -------------------------------------------------------------------------------
+
+    def _log_construction(self, reducer: Reducer) -> None:
+        logger, policy = self.logger, self._settings.policy
+        logger.set_environment(dist.get_backend(self.process_group))
+        logger.set_parameters(reducer.parameters)
+        logger.set_plan(reducer.plan, rebuilt=False)
+        logger.set("world_size", self._transport.world)
+        logger.set("rank", self._transport.rank)
+        logger.set("module_name", type(self.module).__name__)
+        logger.set("device_ids", ", ".join(str(entry) for entry in self.device_ids or []))
+        logger.set("output_device", -1 if self.output_device is None else self.output_device)
+        logger.set("broadcast_buffers", int(self.forward_sync_buffers))
+        logger.set("bucket_cap_bytes", self.bucket_bytes_cap)
+        logger.set("find_unused_parameters", int(policy.find_unused))
+        logger.set("gradient_as_bucket_view", int(self.gradient_as_bucket_view is True))
+        logger.set("static_graph", int(policy.static_graph))
+        is_sync_bn = (isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
+        logger.set("has_sync_bn", int(any(is_sync_bn)))
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return torch's logging keys; ``stats()`` is made for people."""
+        if self.reducer is not None:
+            self.reducer.describe_to(self.logger)
+        return dict(self.logger.values)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Record times in the first ten steps, then in every ``sample_rate``-th."""
+        if sample_rate < 1:
+            error = ConfigurationError(
+                f"A sample rate of {sample_rate} is not possible: it should be equal or greater "
+                "than 1 (1 records every step)."
+            )
+            self.logger.set_error(error)
+            raise error
+        self.logger.sample_rate = sample_rate
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        error = err_type(err_msg)
+        self.logger.set_error(error)
+        raise error

@@ -1,0 +1,491 @@
+"""``DistributedDataParallel``: the module that users wrap their model in.
+
+A shell: it checks arguments, owns the parts (reducer, buffers, precision, delayed parameters), and runs
+a forward through them. Names that only torch's own code and tests call are in
+:mod:`paceline.ddp.torch_surface`. Start reading here, then :mod:`paceline.ddp.reducer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
+
+from paceline.buckets import BucketCaps, ParameterSpec
+from paceline.config import (
+    GradientViews,
+    MissingGradients,
+    NonFinite,
+    ReducePolicy,
+    parse_choice,
+)
+from paceline.ddp import arguments
+from paceline.ddp.buffers import BufferSync, Moment
+from paceline.ddp.comm_hook import RegisteredHook, check_hook
+from paceline.ddp.delayed import DelayedReduction
+from paceline.ddp.init_sync import broadcast_module, verify_same_model
+from paceline.ddp.join import DDPJoinHook, active_ranks, agree_on_sync, find_common_rank
+from paceline.ddp.logging_data import LoggingData
+from paceline.ddp.overlap import run_optimizers, take_over_optimizers
+from paceline.ddp.peers import Peers
+from paceline.ddp.precision import PrecisionHome, PrecisionSwap
+from paceline.ddp.reducer import Reducer, is_inside_backward
+from paceline.ddp.settings import Settings
+from paceline.ddp.taps import tap_outputs
+from paceline.ddp.torch_surface import TorchSurface
+from paceline.ddp.unused import find_tensors
+from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
+from paceline.observe import DDPStats
+from paceline.transport import C10dTransport
+
+
+class DistributedDataParallel(TorchSurface):
+    """Train one model on many ranks: every rank computes on its own data, gradients are averaged.
+
+    Takes torch 2.13's arguments, in torch's order; see torch's documentation for them. What differs:
+
+    Args:
+        gradient_as_bucket_view: None (the default): gradients are views of the communication buckets,
+            and one that you still hold from an earlier step never changes under you. True and False
+            do what torch does.
+        nonfinite: ``"ignore"``; ``"raise"``: a NaN or infinity in any rank's gradients raises
+            NonFiniteGradientError on every rank, naming rank and parameter; ``"skip"``: such a step's
+            gradients become zero on every rank, and ``skipped_steps`` counts it.
+        missing_gradients: ``"raise"``: a backward that leaves parameters without a gradient raises at
+            its end, on every rank, with names. ``"wait"``: torch's timing, for code that runs several
+            backward passes of which each brings some gradients.
+
+    Example::
+
+        from paceline import DistributedDataParallel as DDP
+
+        torch.distributed.init_process_group("gloo")
+        model = DDP(model)
+        for x, y in loader:
+            optimizer.zero_grad()
+            with model.weighted(len(x)):     # optional: the exact mean over unequal batches
+                loss(model(x), y).backward()
+            optimizer.step()
+        print(model.stats())
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool | None = None,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        nonfinite: str = "ignore",
+        missing_gradients: str = "raise",
+    ) -> None:
+        # Not super().__init__(): torch's class would build its own reducer. We are a subclass so that
+        # isinstance checks, in torch and elsewhere, hold (docs/decisions/0001).
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.logger = LoggingData()
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ConfigurationError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the "
+                "second says when the first are reduced. Give both, or neither."
+            )
+        self.process_group = arguments.choose_group(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        if check_reduction:
+            arguments.warn_check_reduction()
+        self._prepare_mesh(module)
+        delayed = list(delay_all_reduce_named_params or [])
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored | {name for name, _ in delayed}
+        everything = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        arguments.check_parameters(everything, some_delayed=bool(delayed))
+        on_devices = everything or [parameter for _, parameter in delayed]
+        self._settings = Settings(
+            policy=ReducePolicy(
+                views=GradientViews.from_argument(gradient_as_bucket_view),
+                find_unused=find_unused_parameters,
+                static_graph=static_graph,
+                skip_unused=skip_all_reduce_unused_params,
+                nonfinite=parse_choice(NonFinite, "nonfinite", nonfinite),
+                missing=parse_choice(MissingGradients, "missing_gradients", missing_gradients),
+                batched_copy=batched_grad_copy,
+            ),
+            caps=BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list),
+            placement=arguments.choose_placement(on_devices, device_ids, output_device),
+            buffers=arguments.choose_buffers(broadcast_buffers, forward_sync_buffers),
+            mixed_precision=mixed_precision,
+        )
+        self.module = module
+        self.dim = dim
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self._set_torch_attributes(self._settings)
+        self._module_parameters = everything
+        self._delayed: DelayedReduction | None = None
+        self._build_parts()
+        if init_sync:
+            self._start_equal()
+        if delayed:
+            self._delay([parameter for _, parameter in delayed], param_to_hook_all_reduce)
+
+    # --- parts ---------------------------------------------------------------------------------
+
+    def _build_parts(self) -> None:
+        """Build everything that is not pickled."""
+        settings = self._settings
+        self._transport = C10dTransport(self.process_group)
+        self._peers = Peers(self.process_group, self.device)
+        self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
+        self._swap: PrecisionSwap | None = None
+        if settings.mixed_precision is not None:
+            self._swap = PrecisionSwap(settings.mixed_precision, self.module)
+        self._parameter_dicts = [m._parameters for m in self.module.modules()]
+        self._module_dicts = [m._modules for m in self.module.modules()]
+        self._known_ids = self._parameter_ids()
+        specs, parameters = self._describe_parameters()
+        self._comm_hooks: list[tuple[Any, Any]] = []
+        self._lazy_init_ran = False
+        if not parameters:
+            self.reducer: Reducer | None = None
+            return
+        self.reducer = Reducer(
+            parameters, specs, settings.policy, settings.caps, self._transport, self._peers
+        )
+        self.reducer.on_error = self.logger.set_error
+        if self._swap is not None:
+            gives_views = settings.policy.views is not GradientViews.NEVER
+            self.reducer.local_home = PrecisionHome(self._swap, gives_views=gives_views)
+            self.reducer.after_step = self._swap.leave
+        self._log_construction(self.reducer)
+
+    def _describe_parameters(self) -> tuple[list[ParameterSpec], list[torch.nn.Parameter]]:
+        """List the parameters to reduce, in order of definition, each once."""
+        sparse = {
+            id(m.weight)
+            for m in self.module.modules()
+            if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
+        }
+        specs: list[ParameterSpec] = []
+        parameters: list[torch.nn.Parameter] = []
+        seen: set[int] = set()
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            is_ours = parameter.requires_grad and name not in self.parameters_to_ignore
+            if not is_ours or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            dtype = self._swap.reduce_dtype(parameter) if self._swap else None
+            is_sparse = id(parameter) in sparse
+            specs.append(
+                ParameterSpec.of(len(specs), name, parameter, dtype=dtype, sparse=is_sparse)
+            )
+            parameters.append(parameter)
+        return specs, parameters
+
+    def _start_equal(self) -> None:
+        """Verify that ranks hold the same model, then copy rank 0's state to all."""
+        settings = self._settings
+        if self.reducer is not None:
+            verify_same_model(
+                self.process_group,
+                self.reducer.specs,
+                settings.policy,
+                settings.caps,
+                self.device,
+            )
+            self.reducer.plan_is_agreed = True
+        broadcast_module(
+            self.module,
+            self.process_group,
+            source=0,
+            ignored=self.parameters_to_ignore,
+            with_buffers=settings.buffers.at_construction,
+        )
+
+    def _delay(
+        self, parameters: Sequence[torch.nn.Parameter], trigger: torch.nn.Parameter | None
+    ) -> None:
+        assert trigger is not None
+        self._delayed = DelayedReduction(
+            parameters,
+            trigger,
+            self.process_group,
+            self._transport,
+            is_synced=lambda: self.require_backward_grad_sync,
+        )
+
+    # --- forward -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; the gradients of its backward will be averaged over all ranks."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    def _pre_forward(
+        self, *inputs: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if self.reducer is not None:
+            if self._will_sync() and not is_inside_backward():
+                self._prepare_sync(self.reducer)
+            self._sync_before_forward(self.reducer)
+        if self.device_ids:
+            target = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = _to_kwargs(
+                inputs, kwargs, target, self.use_side_stream_for_tensor_copies
+            )
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self._swap is not None:
+            inputs, kwargs = self._swap.cast_inputs(inputs, kwargs)
+            self._swap.enter()
+            if self.reducer is not None:
+                self.reducer.retap()
+        return inputs, kwargs
+
+    def _prepare_sync(self, reducer: Reducer) -> None:
+        if self._parameter_ids() != self._known_ids:
+            self._check_new_parameters(reducer)
+        reducer.prepare_forward()
+        if self.logger.is_sampled(self._forwards):
+            self.logger.sample(self._forwards, reducer.clock)
+        self._forwards += 1
+        reducer.clock.start_forward()
+
+    def _sync_before_forward(self, reducer: Reducer) -> None:
+        work = Join.notify_join_context(self)
+        if work is not None and not self._divide_by_initial_world_size:
+            reducer.join_divisor = lambda: active_ranks(work)
+        if self._syncs_buffers(Moment.BEFORE_FORWARD):
+            self._sync_buffers()
+        if self._join_config.enable:
+            agree_on_sync(self, self.require_backward_grad_sync, wait=False)
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.reducer is not None:
+            if self._syncs_buffers(Moment.AFTER_FORWARD):
+                self._sync_buffers()
+            syncs = self._will_sync()
+            self.require_forward_param_sync = syncs
+            if syncs:
+                self.reducer.arm(output)
+            elif self._swap is not None:
+                self._leave_low_precision(self._swap, output)
+        if self._delayed is not None and torch.is_grad_enabled():
+            self._delayed.lend_views()
+        return output
+
+    def _leave_low_precision(self, swap: PrecisionSwap, output: Any) -> None:
+        """A forward that is not synchronised: full precision returns after its backward, if any."""
+        tensors = [t for t in find_tensors(output) if t.grad_fn is not None]
+        if torch.is_grad_enabled() and tensors:
+            tap_outputs(tensors, frozenset(), swap)
+        else:
+            swap.leave()
+
+    def _will_sync(self) -> bool:
+        return self.require_backward_grad_sync and torch.is_grad_enabled()
+
+    def _parameter_ids(self) -> list[int]:
+        parameters = chain.from_iterable(map(dict.values, self._parameter_dicts))
+        modules = chain.from_iterable(map(dict.values, self._module_dicts))
+        return [*map(id, parameters), *map(id, modules)]
+
+    def _check_new_parameters(self, reducer: Reducer) -> None:
+        """The module is not what it was: fine, unless there is something new to train."""
+        known = {id(parameter) for parameter in reducer.parameters}
+        new = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+            and name not in self.parameters_to_ignore
+            and id(parameter) not in known
+        ]
+        if new:
+            error = ParametersChangedError(
+                f"Rank {self._transport.rank}: the module has parameters that were not there when "
+                f"it was wrapped: {', '.join(new)}. Their gradients would not be averaged, and ranks "
+                "would drift apart. Add or replace parameters first, then wrap the module in a new "
+                "DistributedDataParallel (and give the optimizer the new parameters).",
+                rank=self._transport.rank,
+                parameters=new,
+            )
+            self.logger.set_error(error)
+            raise error
+        self._parameter_dicts = [m._parameters for m in self.module.modules()]
+        self._module_dicts = [m._modules for m in self.module.modules()]
+        self._known_ids = self._parameter_ids()
+
+    def _lazy_init(self) -> None:
+        self._lazy_init_ran = True
+        if self.reducer is not None and take_over_optimizers(self.reducer.parameters):
+            self.reducer.after_bucket = run_optimizers
+
+    # --- what users call -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally; the first backward of a forward outside reduces the sum.
+
+        The forward must be inside the context too. Contexts may be nested.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @contextlib.contextmanager
+    def weighted(self, n: float) -> Iterator[None]:
+        """Average this step's gradients with the weight ``n`` of this rank.
+
+        With ``n`` samples (or tokens) behind each rank's mean loss, the result is the mean over all
+        samples, not the mean of the ranks' means. The weights travel inside the buckets. A rank with
+        ``n = 0`` contributes nothing, even if its gradients are NaN. Gradients accumulated under
+        :meth:`no_sync` are weighted together with the backward that reduces them.
+        """
+        weight = float(n)
+        if not 0.0 <= weight < float("inf"):
+            raise ConfigurationError(
+                f"weighted({n}) on rank {self._transport.rank}: a weight is a finite number that is "
+                "not negative, usually the number of samples or tokens in the batch."
+            )
+        reducer = self._require_reducer("weighted()")
+        before, reducer.weight = reducer.weight, weight
+        try:
+            yield
+        finally:
+            reducer.weight = before
+
+    def stats(self) -> DDPStats:
+        """Return a snapshot: steps, and the sizes and times of every bucket in the latest step."""
+        return self._require_reducer("stats()").stats()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``nonfinite="skip"`` has left out."""
+        return self.reducer.skipped_steps if self.reducer is not None else 0
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket) -> Future[Tensor]`` take the place of every bucket's reduction.
+
+        Gradients in the bucket are not divided by the world size. Hooks from
+        ``torch.distributed.algorithms.ddp_comm_hooks`` work unchanged.
+
+        Raises:
+            HookNotCallableError, HookSignatureError: If the hook cannot be called so.
+            HookAlreadyRegisteredError: If there is one already.
+        """
+        try:
+            name = check_hook(hook)
+            self._set_hook(RegisteredHook(hook, state, name))
+        except (TypeError, ValueError, HookAlreadyRegisteredError) as error:
+            self.logger.set_error(error)
+            raise
+        self._comm_hooks.append((hook, state))
+
+    def _set_hook(self, hook: RegisteredHook) -> None:
+        reducer = self._require_reducer("register_comm_hook()")
+        if reducer.hook is not None:
+            raise HookAlreadyRegisteredError(
+                f"The communication hook {reducer.hook.name} is registered already, so {hook.name} "
+                "cannot be: a wrapper has one hook. To combine two, write a hook that calls both."
+            )
+        reducer.hook = hook
+        self.logger.set("comm_hook", hook.name)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context for uneven inputs: ranks that run out early keep the others company.
+
+        Args:
+            divide_by_initial_world_size: Divide gradients by the world size throughout; otherwise by
+                the number of ranks that still have inputs.
+            enable: False turns the context off, for inputs known to be even.
+            throw_on_early_termination: Raise on every rank as soon as one runs out of inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """Return this wrapper's part in a join context."""
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(self, divide_by_initial_world_size=divide)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the join context's own messages live."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that the join context talks over."""
+        return self.process_group
+
+    # --- buffers -------------------------------------------------------------------------------
+
+    def _syncs_buffers(self, moment: Moment) -> bool:
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and self._buffer_sync.is_due(moment)
+        )
+
+    def _sync_buffers(self) -> None:
+        source = find_common_rank(self, True) if self._join_config.enable else 0
+        futures = self._buffer_sync.sync(source)
+        if futures and self.reducer is not None:
+            self.reducer.post_futures.extend(futures)
+
+    def _mirror_buffer_sync(self) -> None:
+        if self._syncs_buffers(Moment.BEFORE_FORWARD):
+            self._buffer_sync.run(find_common_rank(self, False))
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        broadcast_module(
+            self.module,
+            self.process_group,
+            source=find_common_rank(self, is_last_joiner),
+            ignored=self.parameters_to_ignore,
+            with_buffers=self.forward_sync_buffers,
+        )
+
+    def _change_policy(self, **changes: Any) -> None:
+        self._settings = replace(
+            self._settings, policy=replace(self._settings.policy, **changes)
+        )
+        if self.reducer is not None:
+            self.reducer.change_policy(self._settings.policy)

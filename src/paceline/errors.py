@@ -1,0 +1,135 @@
+"""The whole exception tree. Every module raises from here; this module imports nothing.
+
+PacelineError
+├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
+│   └── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+├── GroupNotReadyError (ValueError)          there is no process group to reduce over
+├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
+├── ModelMismatchError (RuntimeError)        ranks hold different models, or cut buckets differently
+├── ParametersChangedError (RuntimeError)    the module gained parameters after it was wrapped
+├── StepError (RuntimeError)                 one step failed; every rank raises, the wrapper stays usable
+│   ├── UnusedParametersError                a backward ended and gradients were missing
+│   ├── GraphChangedError                    static_graph was promised and not kept
+│   ├── ReadyTwiceError                      a gradient arrived twice in one backward
+│   ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise"
+│   ├── GradientMismatchError                a gradient's dtype or layout is not the bucket's
+│   ├── HookResultError (TypeError)          a communication hook raised or returned the wrong thing
+│   ├── AutogradGradError                    torch.autograd.grad took gradients that should be reduced
+│   ├── PeerFailedError                      another rank's backward raised before it was done
+│   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
+│   └── CollectiveError                      the group could not reduce a bucket
+├── HookSignatureError (ValueError)          a hook does not take (state, bucket)
+├── HookNotCallableError (TypeError)         a hook is no function
+└── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
+
+The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
+Rank, parameters and operation are attributes too, for programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PacelineError(Exception):
+    """Base of everything Paceline raises on purpose.
+
+    Args:
+        message: What was expected, what was found, what to do.
+        rank: The rank the trouble comes from, where one is known.
+        parameters: Names of the parameters concerned.
+        operation: What was being done, for example ``"all_reduce of bucket 2"``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        parameters: Sequence[str] = (),
+        operation: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameters = tuple(parameters)
+        self.operation = operation
+
+
+class ConfigurationError(PacelineError, ValueError):
+    """An argument, or a combination of arguments, cannot work."""
+
+
+class UntrainableModuleError(ConfigurationError, RuntimeError):
+    """The module has nothing to train, or parameters that have no shape yet."""
+
+
+class GroupNotReadyError(PacelineError, ValueError):
+    """There is no initialised process group to reduce over."""
+
+
+class PickleError(PacelineError, RuntimeError):
+    """This wrapper cannot be pickled."""
+
+
+class ModelMismatchError(PacelineError, RuntimeError):
+    """Ranks hold different models, or would cut their gradients into different buckets."""
+
+
+class ParametersChangedError(PacelineError, RuntimeError):
+    """The module has trainable parameters that the wrapper has never seen."""
+
+
+class StepError(PacelineError, RuntimeError):
+    """One step failed. Every rank raises, and the next step may be run."""
+
+
+class UnusedParametersError(StepError):
+    """A backward pass ended and some parameters had received no gradient."""
+
+
+class GraphChangedError(StepError):
+    """``static_graph`` was promised, and the graph is not the one of the first step."""
+
+
+class ReadyTwiceError(StepError):
+    """A parameter's gradient arrived a second time in one backward pass."""
+
+
+class NonFiniteGradientError(StepError, ArithmeticError):
+    """A gradient holds NaN or infinity."""
+
+
+class GradientMismatchError(StepError):
+    """A gradient does not have the dtype or the layout that its bucket was planned for."""
+
+
+class HookResultError(StepError, TypeError):
+    """A communication hook raised, or returned something that is not its bucket's tensor."""
+
+
+class AutogradGradError(StepError):
+    """``torch.autograd.grad`` took gradients which then cannot be reduced."""
+
+
+class PeerFailedError(StepError):
+    """Another rank's backward pass raised before its gradients were complete."""
+
+
+class DesynchronizedError(StepError):
+    """Ranks reduced with each other while they were in different steps."""
+
+
+class CollectiveError(StepError):
+    """The process group could not reduce a bucket."""
+
+
+class HookSignatureError(PacelineError, ValueError):
+    """A communication hook does not take ``(state, bucket)`` or says it returns something else."""
+
+
+class HookNotCallableError(PacelineError, TypeError):
+    """A communication hook is not a function."""
+
+
+class HookAlreadyRegisteredError(PacelineError, RuntimeError):
+    """The wrapper has a communication hook already."""

@@ -1,0 +1,56 @@
+"""Reduction over any c10d group: gloo, NCCL, MPI, UCC, or a group written by somebody else.
+
+Called by the reducer through :class:`paceline.types.Transport`. Must not know about parameters,
+buckets or steps: it sums flat tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class C10dReduction:
+    """One c10d ``Work``."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Block until done; the group's own time-out is the deadline."""
+        self._work.wait()
+
+    def is_done(self) -> bool:
+        """Poll the work."""
+        return bool(self._work.is_completed())
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` on the backend's thread when the work completes."""
+        self._work.get_future().add_done_callback(lambda _: callback())
+
+
+class C10dTransport:
+    """Sums over a c10d process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank: int = group.rank()
+        self.world: int = group.size()
+        self.name = f"c10d:{dist.get_backend(group)}"
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Plain memory: c10d takes any tensor."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def start(self, flat: torch.Tensor) -> C10dReduction:
+        """All-reduce (sum) in place."""
+        return C10dReduction(self._group.allreduce([flat]))
+
+    def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
+        """All-reduce a sparse tensor in place; gloo and NCCL gather indices and values."""
+        return C10dReduction(self._group.allreduce([gradient]))

@@ -1,0 +1,56 @@
+"""The protocols that layers meet at. No behaviour, no imports from the rest of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]
+"""``hook(state, bucket) -> future``: replaces the reduction of a bucket."""
+
+BufferHook = Callable[[Any, dict[str, torch.Tensor]], "list[torch.futures.Future[Any]] | None"]
+"""``hook(state, named_buffers)``: replaces the broadcast of buffers."""
+
+
+class Reduction(Protocol):
+    """A reduction in flight, as :meth:`Transport.start` hands it out."""
+
+    def wait(self) -> None:
+        """Block until the sum is in the buffer, or raise; bounded by the group's time-out."""
+
+    def is_done(self) -> bool:
+        """Say whether :meth:`wait` would return at once. Never blocks."""
+
+    def on_done(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, from any thread, when the sum is in the buffer."""
+
+
+class Transport(Protocol):
+    """All that the reducer knows about how buckets travel.
+
+    One implementation wraps a c10d group; the shared-memory group is to be another. The reducer must
+    not ask which one it has.
+    """
+
+    @property
+    def name(self) -> str:
+        """What ``ddp.stats()`` shows, for example ``"c10d:gloo"``."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks reduce with each other."""
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return flat, zeroed memory for one bucket. Called in plan order on every rank."""
+
+    def start(self, flat: torch.Tensor) -> Reduction:
+        """Begin to sum ``flat`` over all ranks, in place. Ranks call in the same order."""
+
+    def start_sparse(self, gradient: torch.Tensor) -> Reduction:
+        """Begin to sum a sparse tensor over all ranks; afterwards ``gradient`` holds the sum."""

@@ -1,0 +1,72 @@
+"""Put the class under test in the place of torch's DistributedDataParallel.
+
+Done once in the process that all test processes are forked from, so every rank has it. What is put
+there is a real subclass (tests call it, pickle it and use its static methods). It takes off the
+arguments that `on_cpu.py` made meaningless, and has defaults that a run may set.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch.nn.parallel
+
+ORIGINAL = torch.nn.parallel.DistributedDataParallel
+CHOICES = ("torch", "paceline")
+
+
+def swap_in(choice: str) -> None:
+    """Replace torch's class by the chosen one under every name that a loaded module has for it."""
+    global UnderTest  # pickle finds the class by this name
+    UnderTest = _subclass(_choose(choice))
+    for module, name in list(_bindings_of_original()):
+        setattr(module, name, UnderTest)
+
+
+def set_defaults(**defaults: Any) -> None:
+    """Set keyword arguments that the class under test gets when a test does not give them."""
+    UnderTest.defaults = defaults
+
+
+def _choose(choice: str) -> Any:
+    if choice == "torch":
+        return ORIGINAL
+    if choice == "paceline":
+        import paceline
+
+        return paceline.DistributedDataParallel
+    raise ValueError(f"the class under test must be one of {CHOICES}, not {choice!r}")
+
+
+def _subclass(base: Any) -> Any:
+    class UnderTest(base):
+        defaults: ClassVar[dict[str, Any]] = {}
+
+        def __init__(
+            self,
+            module: torch.nn.Module,
+            device_ids: object = None,
+            output_device: object = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(module, None, None, *args, **{**self.defaults, **kwargs})
+
+    UnderTest.__qualname__ = UnderTest.__name__
+    return UnderTest
+
+
+UnderTest: Any = ORIGINAL
+
+
+def _bindings_of_original() -> Iterator[tuple[ModuleType, str]]:
+    for module_name, module in list(sys.modules.items()):
+        # These two mean the original when they name it: it is what they build on.
+        if module_name == __name__ or module_name.partition(".")[0] == "paceline":
+            continue
+        for name, value in list(vars(module).items()):
+            if value is ORIGINAL:
+                yield module, name

@@ -1,0 +1,106 @@
+"""Imports inside the package point downwards only (the layers are drawn in the design)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "paceline"
+
+# From the top down. A module may import from its own part and from lines below its own.
+LAYERS = (
+    {"cli"},
+    {"elastic", "ps"},
+    {"ddp", "dp", "nn"},
+    {"hooks"},
+    {"buckets"},
+    {"transport"},
+    {"shm"},
+    {"observe"},
+    {"config", "errors", "types"},
+)
+HEIGHT = {part: len(LAYERS) - level for level, parts in enumerate(LAYERS) for part in parts}
+BOTTOM = LAYERS[-1]
+
+# Beside the layers: what users' tests import may not depend on what it tests.
+TESTING_MAY_IMPORT = {"errors"}
+# Entry points, which only hand on.
+FREE = {"__init__", "__main__"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_modules(tree: ast.AST, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*up, base]).rstrip(".")
+            # `from paceline import ddp` names a module only here.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imported_parts(path: Path) -> set[str]:
+    package = ".".join(["paceline", *path.relative_to(SOURCE).parent.parts])
+    tree = ast.parse(path.read_text(), str(path))
+    names = (name.split(".") for name in imported_modules(tree, package))
+    return {name[1] for name in names if name[0] == "paceline" and len(name) > 1}
+
+
+def is_allowed(part: str, target: str) -> bool:
+    if part == target or part in FREE:
+        return True
+    if target not in HEIGHT:  # a public name (`from paceline import X`), or testing
+        return part == "cli"
+    if part == "testing":
+        return target in TESTING_MAY_IMPORT
+    return HEIGHT[target] < HEIGHT[part] or {part, target} <= BOTTOM
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_downwards(path: Path) -> None:
+    part = part_of(path)
+    assert part in {*HEIGHT, *FREE, "testing"}, f"put {part} into LAYERS"
+    wrong = sorted(target for target in imported_parts(path) if not is_allowed(part, target))
+    assert not wrong, f"{part} must not import {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize(
+    ("part", "target", "allowed"),
+    [
+        ("ddp", "buckets", True),
+        ("buckets", "ddp", False),
+        ("ddp", "dp", False),
+        ("cli", "testing", True),
+        ("testing", "ddp", False),
+        ("testing", "errors", True),
+        ("ddp", "testing", False),
+        ("ddp", "DistributedDataParallel", False),
+    ],
+)
+def test_the_rule(part: str, target: str, allowed: bool) -> None:
+    assert is_allowed(part, target) is allowed
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import paceline.ddp.wrapper", "paceline.ddp.wrapper"),
+        ("from paceline import ddp", "paceline.ddp"),
+        ("from ..ddp import wrapper", "paceline.ddp.wrapper"),
+        ("from . import plan", "paceline.buckets.plan"),
+    ],
+)
+def test_every_form_of_import_is_seen(line: str, found: str) -> None:
+    assert list(imported_modules(ast.parse(line), "paceline.buckets")) == [found]
