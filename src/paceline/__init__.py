@@ -16,6 +16,7 @@ from paceline.errors import (
     HookNotCallableError,
     HookResultError,
     HookSignatureError,
+    MeshError,
     ModelMismatchError,
     NonFiniteGradientError,
     PacelineError,
@@ -24,6 +25,7 @@ from paceline.errors import (
     PickleError,
     ReadyTwiceError,
     StepError,
+    TooLateError,
     UntrainableModuleError,
     UnusedParametersError,
 )
@@ -44,6 +46,7 @@ __all__ = [
     "HookNotCallableError",
     "HookResultError",
     "HookSignatureError",
+    "MeshError",
     "ModelMismatchError",
     "NonFiniteGradientError",
     "PacelineError",
@@ -52,6 +55,7 @@ __all__ = [
     "PickleError",
     "ReadyTwiceError",
     "StepError",
+    "TooLateError",
     "UntrainableModuleError",
     "UnusedParametersError",
 ]

@@ -2,7 +2,9 @@
 
 PacelineError
 ├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
-│   └── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+│   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+│   ├── MeshError (RuntimeError)             a device mesh that does not fit
+│   └── TooLateError (RuntimeError)          a setting that must come before training
 ├── GroupNotReadyError (ValueError)          there is no process group to reduce over
 ├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
 ├── ModelMismatchError (RuntimeError)        ranks hold different models, or cut buckets differently
@@ -61,6 +63,14 @@ class ConfigurationError(PacelineError, ValueError):
 
 class UntrainableModuleError(ConfigurationError, RuntimeError):
     """The module has nothing to train, or parameters that have no shape yet."""
+
+
+class MeshError(ConfigurationError, RuntimeError):
+    """``device_mesh`` does not fit: it is not 1-D, or there is a group beside it."""
+
+
+class TooLateError(ConfigurationError, RuntimeError):
+    """A setting was changed that must be made before training begins."""
 
 
 class GroupNotReadyError(PacelineError, ValueError):

@@ -26,10 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-try:  # until the class is there
-    from paceline import DistributedDataParallel  # type: ignore[attr-defined]
-except ImportError:
-    DistributedDataParallel = nn.parallel.DistributedDataParallel
+from paceline import DistributedDataParallel
 
 BATCH = 64  # over all ranks
 PLAIN_LINES = 6  # how many lines of progress there are when nobody watches live
@@ -66,6 +63,7 @@ class Outcome:
     train_s: float
     step_ms: float
     step_bytes: int
+    total_bytes: int
     buckets: int | None
 
     @property
@@ -83,9 +81,9 @@ def train(digits: Digits, recipe: Recipe) -> Outcome:
     step_times_s = _fit(model, digits, recipe)
     train_s = time.perf_counter() - start_s
     correct = _count_correct(model, digits)
-    step_bytes, buckets = _reduced(model)
+    step_bytes, total_bytes, buckets = _reduced(model, len(step_times_s))
     return Outcome(
-        engine="Paceline" if type(model).__module__.startswith("paceline") else "torch DDP",
+        engine="torch DDP" if recipe.plain_torch else "Paceline",
         correct=correct,
         held_out=len(digits.test_labels),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -93,6 +91,7 @@ def train(digits: Digits, recipe: Recipe) -> Outcome:
         train_s=train_s,
         step_ms=statistics.median(step_times_s) * 1e3,
         step_bytes=step_bytes,
+        total_bytes=total_bytes,
         buckets=buckets,
     )
 
@@ -150,13 +149,13 @@ def _count_correct(model: nn.Module, digits: Digits) -> int:
     return int(correct)
 
 
-def _reduced(model: nn.Module) -> tuple[int, int | None]:
-    """Return the bytes that a step reduces, and in how many buckets if the engine tells."""
-    stats = getattr(model, "stats", None)
-    if stats is not None:
-        buckets = stats().buckets
-        return sum(bucket.bytes for bucket in buckets), len(buckets)
-    return sum(p.numel() * p.element_size() for p in model.parameters()), None
+def _reduced(model: nn.Module, steps: int) -> tuple[int, int, int | None]:
+    """Return the bytes reduced in a step and in all, and in how many buckets if that is known."""
+    if isinstance(model, DistributedDataParallel):
+        stats = model.stats()
+        return sum(b.bytes for b in stats.buckets), stats.reduced_bytes, len(stats.buckets)
+    step_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return step_bytes, step_bytes * steps, None
 
 
 class _Bar:

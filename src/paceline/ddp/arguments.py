@@ -16,7 +16,12 @@ from torch._utils import _get_device_index
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parameter import UninitializedParameter
 
-from paceline.errors import ConfigurationError, GroupNotReadyError, UntrainableModuleError
+from paceline.errors import (
+    ConfigurationError,
+    GroupNotReadyError,
+    MeshError,
+    UntrainableModuleError,
+)
 
 
 def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
@@ -27,13 +32,13 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         ConfigurationError: If both arguments are given, or the mesh is not 1-D.
     """
     if process_group is not None and device_mesh is not None:
-        raise _MeshError(
+        raise MeshError(
             "Cannot specify both process_group and device_mesh arguments: a mesh brings its own "
             "group. Leave one of them out."
         )
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise _MeshError(
+            raise MeshError(
                 f"Only 1D device mesh is supported, but got {device_mesh}. Pass one of its "
                 "dimensions, for example device_mesh['dp']."
             )
@@ -54,10 +59,6 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
             "torch.distributed.new_group() returned, only on the ranks that are in it."
         )
     return process_group
-
-
-class _MeshError(ConfigurationError, RuntimeError):
-    """torch raises RuntimeError for these two."""
 
 
 def check_parameters(parameters: Sequence[torch.Tensor], *, some_delayed: bool) -> None:

@@ -39,7 +39,7 @@ class RegisteredHook:
         source = bucket.sparse_gradient if bucket.sparse else bucket.gradients
         assert source is not None
         future = self.hook(self.state, GradBucket(bucket, source, is_last=is_last))
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"hook {self.name} returned {type(future).__name__} instead of a "
                 "torch.futures.Future"

@@ -798,6 +798,7 @@ class Reducer:
             self._drained += 1
             self._wait(bucket)
             mine = [slot for slot in self._unsettled if slot.bucket is bucket]
+            self._unsettled = [slot for slot in self._unsettled if slot.bucket is not bucket]
             self.home.settle([slot for slot in mine if slot.view is not None])
             self._run_after_bucket(bucket)
 

@@ -23,7 +23,7 @@ from paceline.ddp.buffers import BufferHookLocation, Moment, RegisteredBufferHoo
 from paceline.ddp.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
 from paceline.ddp.peers import Peers
-from paceline.errors import ConfigurationError, PickleError
+from paceline.errors import ConfigurationError, PickleError, TooLateError
 from paceline.transport import C10dTransport
 
 if TYPE_CHECKING:
@@ -210,6 +210,13 @@ class TorchSurface(TorchDDP):
                 "static_graph is set already; there is no need to set it again.", stacklevel=2
             )
             return
+        if self._forwards:
+            error = TooLateError(
+                "_set_static_graph() should be called before training loop starts, but "
+                f"{self._forwards} forward passes have run. Pass static_graph=True to the constructor."
+            )
+            self.logger.set_error(error)
+            raise error
         self.static_graph = True
         self._change_policy(static_graph=True)
         self.logger.set("static_graph", 1)

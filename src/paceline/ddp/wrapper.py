@@ -165,6 +165,7 @@ class DistributedDataParallel(TorchSurface):
         self._parameter_dicts = [m._parameters for m in self.module.modules()]
         self._module_dicts = [m._modules for m in self.module.modules()]
         self._known_ids = self._parameter_ids()
+        self._known_names = {name for name, _ in self.module.named_parameters()}
         specs, parameters = self._describe_parameters()
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._lazy_init_ran = False
@@ -269,7 +270,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _prepare_sync(self, reducer: Reducer) -> None:
         if self._parameter_ids() != self._known_ids:
-            self._check_new_parameters(reducer)
+            self._check_new_parameters()
         reducer.prepare_forward()
         if self.logger.is_sampled(self._forwards):
             self.logger.sample(self._forwards, reducer.clock)
@@ -315,15 +316,17 @@ class DistributedDataParallel(TorchSurface):
         modules = chain.from_iterable(map(dict.values, self._module_dicts))
         return [*map(id, parameters), *map(id, modules)]
 
-    def _check_new_parameters(self, reducer: Reducer) -> None:
-        """The module is not what it was: fine, unless there is something new to train."""
-        known = {id(parameter) for parameter in reducer.parameters}
+    def _check_new_parameters(self) -> None:
+        """The module is not what it was: fine, unless there is something new to train.
+
+        A known name with another tensor is fine too: torch.func.functional_call does that.
+        """
         new = [
             name
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad
+            and name not in self._known_names
             and name not in self.parameters_to_ignore
-            and id(parameter) not in known
         ]
         if new:
             error = ParametersChangedError(
@@ -475,10 +478,11 @@ class DistributedDataParallel(TorchSurface):
             self._buffer_sync.run(find_common_rank(self, False))
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = find_common_rank(self, is_last_joiner)
         broadcast_module(
             self.module,
             self.process_group,
-            source=find_common_rank(self, is_last_joiner),
+            source=self._authoritative_rank,
             ignored=self.parameters_to_ignore,
             with_buffers=self.forward_sync_buffers,
         )

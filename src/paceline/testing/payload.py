@@ -1,7 +1,7 @@
 """Functions, arguments and results as bytes, on their way between a caller and its own ranks.
 
-Used on both ends of the pipe by ``run_ranks``. The bytes never leave the machine or the user: they
-travel over an unnamed pipe between a process and its child.
+Used on both ends by ``run_ranks``. The bytes never leave the machine or the user: they travel over
+an unnamed pipe, or in a file that only the user can reach.
 """
 
 from __future__ import annotations

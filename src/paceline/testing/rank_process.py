@@ -51,8 +51,7 @@ class RankSpec:
     Attributes:
         rank: Its own number.
         world: How many there are.
-        work: `fn` and its arguments, packed.
-        directory: A private directory of this call, for the rendezvous and for notes.
+        directory: A private directory of this call, for `work`, the rendezvous and notes.
         cwd: The working directory.
         environ: The whole environment; the forkserver's own may be of another time.
         warning_filters: The caller's, as arguments of ``warnings.filterwarnings``.
@@ -63,7 +62,6 @@ class RankSpec:
 
     rank: int
     world: int
-    work: bytes
     directory: Path
     cwd: str
     environ: Mapping[str, str]
@@ -71,6 +69,11 @@ class RankSpec:
     backend: str | None
     timeout_s: float
     threads: int
+
+    @property
+    def work(self) -> Path:
+        """The file with `fn` and its arguments, packed; one for all ranks."""
+        return self.directory / "work"
 
     @property
     def notes(self) -> Path:
@@ -114,7 +117,7 @@ def rank_main(spec: RankSpec, pipe: Connection, streams: Sequence[Connection | N
 def _run(spec: RankSpec) -> Returned | Raised:
     try:
         _adopt_surroundings(spec)
-        fn, args = unpack_call(spec.work)
+        fn, args = unpack_call(spec.work.read_bytes())
         if spec.backend is not None:
             _init_group(spec, spec.backend)
         return Returned(pack(fn(*args), "the result of fn"))

@@ -76,14 +76,14 @@ def run_ranks(
     work = pack_call(fn, args)
     call = f"run_ranks({n}, {getattr(fn, '__qualname__', repr(fn))})"
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
+        directory = Path(name)  # only this user may enter it
         specs = [
             RankSpec(
                 rank=rank,
                 world=n,
-                work=work,
-                directory=Path(name),
+                directory=directory,
                 cwd=os.getcwd(),
-                environ=_environ(rank, n, Path(name), env or {}),
+                environ=_environ(rank, n, directory, env or {}),
                 warning_filters=_warning_filters(),
                 backend=backend if init else None,
                 timeout_s=timeout_s,
@@ -91,6 +91,9 @@ def run_ranks(
             )
             for rank in range(n)
         ]
+        # In a file, because what a process is started with must fit into its pipe: a caller that is
+        # interrupted half-way would leave a rank with half a message.
+        specs[0].work.write_bytes(work)
         with _started(specs) as handles:
             packed = supervise(call, handles, timeout_s=timeout_s, grace_s=grace_s)
     return [unpack(value) for value in packed]
