@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks import command
 from benchmarks.interleave import Samples, Schedule, cpus, mean_over_ranks, run_rank, walls
 from benchmarks.progress import RoundBar
-from benchmarks.ratios import Ratio, p50, ratio
+from benchmarks.ratios import Estimate, p50, ratio
 from benchmarks.variants import (
     LOCAL,
     PACELINE,
@@ -45,15 +45,15 @@ class Result:
         """Torch's better mode, over the whole run."""
         return min(TORCH, TORCH_VIEWS, key=lambda label: p50(walls(self.samples[label])))
 
-    def against_torch(self, label: str) -> Ratio:
+    def against_torch(self, label: str) -> Estimate:
         """How long a variant takes as a multiple of torch's better mode."""
         return ratio(walls(self.samples[label]), walls(self.samples[self.better]))
 
-    def against_local(self, label: str) -> Ratio:
+    def against_local(self, label: str) -> Estimate:
         """How long a variant takes as a multiple of no communication at all."""
         return ratio(walls(self.samples[label]), walls(self.samples[LOCAL]))
 
-    def cpu_against_torch(self, label: str) -> Ratio:
+    def cpu_against_torch(self, label: str) -> Estimate:
         """The same for CPU time."""
         return ratio(cpus(self.samples[label]), cpus(self.samples[self.better]))
 

@@ -51,6 +51,7 @@ class Schedule:
         rounds: How many rounds are measured.
         steps: Steps of each variant in a round.
         warm_up: Steps of each variant before; torch and Paceline rebuild buckets in the second.
+        are_all_reduced: All variants but `local` reduce gradients, so they must agree: checked.
     """
 
     workload: str
@@ -58,6 +59,7 @@ class Schedule:
     rounds: int
     steps: int
     warm_up: int = 4
+    are_all_reduced: bool = True
 
 
 class Stopwatch:
@@ -81,6 +83,16 @@ def time_step(model: nn.Module, batch: torch.Tensor) -> Cost:
     return watch.read()
 
 
+def time_forward(model: nn.Module, batch: torch.Tensor) -> Cost:
+    """Only the forward; the backward runs too."""
+    model.zero_grad(set_to_none=True)
+    watch = Stopwatch()
+    output = model(batch)
+    cost = watch.read()
+    output.square().mean().backward()
+    return cost
+
+
 def time_backward(model: nn.Module, batch: torch.Tensor) -> Cost:
     """Only the backward."""
     model.zero_grad(set_to_none=True)
@@ -97,7 +109,8 @@ def run_rank(schedule: Schedule, bar: RoundBar, step: Step = time_step) -> Sampl
     for model in models.values():
         for _ in range(schedule.warm_up):
             step(model, batch)
-    check_same_gradients(models)
+    if schedule.are_all_reduced:
+        check_same_gradients(models)
     samples: Samples = {label: [] for label in models}
     with bar:
         for number in range(schedule.rounds):

@@ -12,8 +12,8 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """A ratio of two variants: the median over rounds, and its 95 % interval."""
+class Estimate:
+    """A ratio or difference of two variants: the median over rounds, and its 95 % interval."""
 
     value: float
     low: float
@@ -28,11 +28,11 @@ def p50(blocks: Sequence[Sequence[float]]) -> float:
     return median(chain.from_iterable(blocks))
 
 
-def ratio(mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Ratio:
+def ratio(mine: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Estimate:
     """Compare two variants round by round."""
     per_round = [median(a) / median(b) for a, b in zip(mine, theirs, strict=True)]
     low, high = bootstrap_interval(per_round)
-    return Ratio(median(per_round), low, high)
+    return Estimate(median(per_round), low, high)
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -91,4 +91,6 @@ def parse_choice(kind: type[E], argument: str, value: str) -> E:
         return kind(value)
     except ValueError:
         choices = ", ".join(repr(member.value) for member in kind)
-        raise ConfigurationError(f"{argument}={value!r} is not known. Write one of: {choices}.") from None
+        raise ConfigurationError(
+            f"{argument}={value!r} is not known. Write one of: {choices}."
+        ) from None

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.buckets.plan import BucketSpec, ParameterSpec
+from paceline.torch_private import storage_references
 from paceline.types import Reduction
 
 SMALL_BYTES = 128 * 1024
@@ -29,16 +30,16 @@ class Slot:
 
     ``view`` is None while the bucket has no memory, and for sparse gradients. ``expected`` says how
     often a gradient arrives in one backward (more than once only in a static graph), ``arrived``
-    how often it has. ``outside`` is set while the reduced value must be copied to a gradient that
-    cannot be the view.
+    how often it has. ``had_gradient`` says whether there was one when it was brought in: autograd
+    may also arrive empty-handed.
     """
 
     __slots__ = (
         "arrived",
         "bucket",
         "expected",
+        "had_gradient",
         "index",
-        "outside",
         "parameter",
         "small",
         "spec",
@@ -56,7 +57,7 @@ class Slot:
         self.view: torch.Tensor | None = None
         self.expected = 1
         self.arrived = 0
-        self.outside = False
+        self.had_gradient = False
 
 
 class Bucket:
@@ -74,9 +75,7 @@ class Bucket:
         self.index = index
         self.spec = spec
         self.tail_numel = tail_numel
-        self.slots = tuple(
-            Slot(s, parameters[s.index], self, small_bytes) for s in spec.parameters
-        )
+        self.slots = tuple(Slot(s, parameters[s.index], self, small_bytes) for s in spec.parameters)
         self.flat: torch.Tensor | None = None
         self.gradients: torch.Tensor | None = None
         self.tail: torch.Tensor | None = None
@@ -144,7 +143,7 @@ class Bucket:
 
     def _storage_refs(self) -> int:
         assert self.flat is not None
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        return storage_references(self.flat)
 
     def scale_small(self, factor: float) -> None:
         """Multiply the slots that were copied in batches, run by run."""
@@ -152,18 +151,22 @@ class Bucket:
         for start, end in self._small_runs:
             self.flat[start:end].mul_(factor)
 
-    def wait(self) -> None:
-        """Wait until the bucket's reduction, or its hook, is done."""
-        if self.reduction is not None:
-            self.reduction.wait()
-        if self.future is not None:
-            self.future.wait()
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients; a factor of zero clears them, NaN or not."""
+        if self.sparse_gradient is not None:
+            gradient = self.sparse_gradient.coalesce()
+            values = gradient.values()
+            values.zero_() if factor == 0.0 else values.mul_(factor)
+            self.sparse_gradient = gradient
+        elif self.gradients is not None:
+            self.gradients.zero_() if factor == 0.0 else self.gradients.mul_(factor)
 
-    def is_done(self) -> bool:
-        """Say whether :meth:`wait` would return at once."""
-        if self.future is not None:
-            return bool(self.future.done())
-        return self.reduction is not None and self.reduction.is_done()
+    def accept(self, result: torch.Tensor) -> None:
+        """Take over what a hook made of the gradients."""
+        if self.sparse:
+            self.sparse_gradient = result
+        elif self.gradients is not None and result.data_ptr() != self.gradients.data_ptr():
+            self.gradients.copy_(result.reshape(-1))
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:

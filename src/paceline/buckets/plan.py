@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, repeat
+from typing import Any
 
 import torch
 
@@ -38,7 +39,9 @@ class BucketCaps:
     listed: tuple[int, ...] = ()
 
     @classmethod
-    def from_megabytes(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
+    def from_megabytes(
+        cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None
+    ) -> BucketCaps:
         """Translate the constructor's arguments; they may be fractions."""
         if cap_mb_list:
             listed = tuple(int(cap * MIB) for cap in cap_mb_list)
@@ -102,9 +105,7 @@ class ParameterSpec:
         dense = _is_dense(parameter)
         like = parameter if dense else torch.empty(parameter.shape, device="meta")
         shape, stride = tuple(parameter.shape), tuple(like.stride())
-        return cls(
-            index, name, shape, stride, dtype or parameter.dtype, parameter.device, sparse
-        )
+        return cls(index, name, shape, stride, dtype or parameter.dtype, parameter.device, sparse)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -214,7 +215,9 @@ def plan_buckets(
     """
     full: list[tuple[int, BucketSpec]] = []
     still_open: dict[tuple[torch.dtype, torch.device], _OpenBucket] = {}
-    caps = defaultdict(lambda: chain(caps_bytes, repeat(caps_bytes[-1])))
+    caps: defaultdict[Any, Iterator[int]] = defaultdict(
+        lambda: chain(caps_bytes, repeat(caps_bytes[-1]))
+    )
     current_cap: dict[tuple[torch.dtype, torch.device], int] = {}
     for position, spec in enumerate(specs):
         if spec.sparse:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _get_device_index
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.nn.parameter import UninitializedParameter
 
 from paceline.errors import (
@@ -22,6 +20,7 @@ from paceline.errors import (
     MeshError,
     UntrainableModuleError,
 )
+from paceline.torch_private import default_group, device_index
 
 
 def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
@@ -52,7 +51,7 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
             "torchrun."
         )
     if process_group is None:
-        return _get_default_group()
+        return default_group()
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigurationError(
             f"process_group is {process_group!r}, which is no process group of this rank. Pass what "
@@ -118,8 +117,8 @@ def choose_placement(
             )
         return Placement(device, None, None, len(devices) > 1)
     output = device_ids[0] if output_device is None else output_device
-    ids = [_get_device_index(entry, True) for entry in device_ids]
-    return Placement(device, ids, _get_device_index(output, True), False)
+    ids = [device_index(entry) for entry in device_ids]
+    return Placement(device, ids, device_index(output), False)
 
 
 @dataclass(frozen=True)

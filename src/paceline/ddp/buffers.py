@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
+from paceline.torch_private import BufferHookLocation, broadcast_coalesced, preserve_versions
 from paceline.types import BufferHook
 
 
@@ -67,7 +67,7 @@ class BufferSync:
         """
         self.refresh()
         buffers = tuple(self.named.values())
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):
+        with torch.no_grad(), preserve_versions(buffers):
             return self.run(source)
 
     def run(self, source: int) -> list[torch.futures.Future[Any]]:
@@ -79,4 +79,4 @@ class BufferSync:
 
     def broadcast(self, tensors: list[torch.Tensor], chunk_bytes: int, source: int) -> None:
         """Copy tensors from one rank to all, many in one message."""
-        dist._broadcast_coalesced(self.group, tensors, chunk_bytes, source)
+        broadcast_coalesced(self.group, tensors, chunk_bytes, source)

@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from paceline.buckets import Bucket, GradBucket
 from paceline.errors import HookNotCallableError, HookSignatureError
+from paceline.torch_private import FutureBase, TorchGradBucket
 from paceline.types import CommHook
 
-EXAMPLE = (
-    "def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
-)
+EXAMPLE = "def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class RegisteredHook:
         source = bucket.sparse_gradient if bucket.sparse else bucket.gradients
         assert source is not None
         future = self.hook(self.state, GradBucket(bucket, source, is_last=is_last))
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, FutureBase):
             raise TypeError(
                 f"hook {self.name} returned {type(future).__name__} instead of a "
                 "torch.futures.Future"
@@ -97,7 +96,7 @@ def _check_annotations(name: str, signature: inspect.Signature) -> None:
     for parameter in signature.parameters.values():
         if parameter.name == "bucket":
             bucket = parameter
-    allowed = {empty, dist.GradBucket, GradBucket, Any, "GradBucket", "dist.GradBucket"}
+    allowed = {empty, TorchGradBucket, GradBucket, Any, "GradBucket", "dist.GradBucket"}
     if bucket.kind is not inspect.Parameter.VAR_POSITIONAL and bucket.annotation not in allowed:
         raise HookSignatureError(
             f"Communication hook {name}: bucket annotation should be dist.GradBucket, but it is "

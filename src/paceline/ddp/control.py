@@ -80,7 +80,11 @@ class ControlBlock:
 
     def last_rank(self, bucket: int) -> int:
         """The rank on which a bucket was ready last; -1 when nobody takes part."""
-        late = [(row.ready_us[bucket], rank) for rank, row in self.present()]
+        late = [
+            (row.ready_us[bucket], rank)
+            for rank, row in self.present()
+            if bucket < len(row.ready_us)
+        ]
         return max(late)[1] if late else -1
 
 
@@ -103,7 +107,7 @@ class ControlLayout:
         return self.world * self.row_bytes + self.tracked
 
     def write(
-        self, tail: torch.Tensor, rank: int, row: ControlRow, used: Sequence[int] = ()
+        self, tail: torch.Tensor, rank: int, row: ControlRow, used: Sequence[int] = b""
     ) -> None:
         """Fill ``tail`` with this rank's row, zeros for the others, and what it used."""
         data = bytearray(self.numel)

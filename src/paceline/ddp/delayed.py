@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
+from paceline.torch_private import broadcast_coalesced, queue_callback
 from paceline.types import Reduction, Transport
 
 
@@ -36,7 +36,7 @@ class DelayedReduction:
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._in_flight: list[Reduction] = []
         detached = [parameter.detach() for parameter in parameters]
-        dist._broadcast_coalesced(group, detached, BROADCAST_CHUNK_BYTES, 0)
+        broadcast_coalesced(group, detached, BROADCAST_CHUNK_BYTES, 0)
         self._allocate(parameters)
         reference = weakref.ref(self)
 
@@ -80,7 +80,7 @@ class DelayedReduction:
         for flat in self._flats:
             flat.div_(self.transport.world)
             self._in_flight.append(self.transport.start(flat))
-        Variable._execution_engine.queue_callback(self.wait)
+        queue_callback(self.wait)
 
     def wait(self) -> None:
         """Wait for the buffers."""

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed.autograd as dist_autograd
 
 from paceline.buckets import Slot
 from paceline.config import GradientViews
+from paceline.torch_private import context_gradients
 
 
 class GradientHome(Protocol):
@@ -57,6 +57,7 @@ class LocalHome:
         for slot in slots:
             view, gradient = slot.view, slot.parameter.grad
             assert view is not None
+            slot.had_gradient = gradient is not None
             if gradient is view:
                 continue
             if gradient is None:
@@ -78,6 +79,7 @@ class LocalHome:
         """Copy and scale in one pass: large gradients are read and written once."""
         view, gradient = slot.view, slot.parameter.grad
         assert view is not None
+        slot.had_gradient = gradient is not None
         if gradient is None:
             view.zero_()
             return False
@@ -137,6 +139,7 @@ class ContextHome:
         for slot in slots:
             assert slot.view is not None
             gradient = gradients.get(slot.parameter)
+            slot.had_gradient = gradient is not None
             if gradient is None:
                 slot.view.zero_()
             else:
@@ -165,7 +168,7 @@ class ContextHome:
             own.copy_(gradient)
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        return dict(dist_autograd.get_gradients(self._context_id))
+        return context_gradients(self._context_id)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _sync_module_states
 
 from paceline.buckets import BucketCaps, BucketPlan, ParameterSpec
 from paceline.config import ReducePolicy
 from paceline.errors import ModelMismatchError
+from paceline.torch_private import sync_module
 from paceline.transport.exchange import gather_digests, gather_json
 
 BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
@@ -80,13 +80,13 @@ def broadcast_module(
     with_buffers: bool,
 ) -> None:
     """Copy parameters, and buffers if asked for, from one rank to all."""
-    _sync_module_states(
-        module=module,
-        process_group=group,
-        broadcast_bucket_size=BROADCAST_CHUNK_BYTES,
-        src=source,
-        params_and_buffers_to_ignore=ignored,
-        broadcast_buffers=with_buffers,
+    sync_module(
+        module,
+        group,
+        BROADCAST_CHUNK_BYTES,
+        source=source,
+        ignored=ignored,
+        with_buffers=with_buffers,
     )
 
 
@@ -129,7 +129,9 @@ def _mismatch(reference: dict[str, Any], other: dict[str, Any], rank: int) -> Mo
     left_names = [entry[0] for entry in reference["parameters"]]
     right_names = [entry[0] for entry in other["parameters"]]
     if len(left_names) != len(right_names):
-        longer, extra_rank = (left_names, 0) if len(left_names) > len(right_names) else (right_names, rank)
+        longer, extra_rank = (
+            (left_names, 0) if len(left_names) > len(right_names) else (right_names, rank)
+        )
         extra = longer[min(len(left_names), len(right_names)) :]
         return ModelMismatchError(
             f"The model differs between ranks: rank 0 has {len(left_names)} parameters that require "

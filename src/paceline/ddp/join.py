@@ -31,7 +31,7 @@ class DDPJoinHook(JoinHook):
         ddp._mirror_buffer_sync()
         synced = agree_on_sync(ddp, False)
         ddp.require_forward_param_sync = bool(synced)
-        if synced:
+        if synced and ddp.reducer is not None:
             ddp.reducer.mirror_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:

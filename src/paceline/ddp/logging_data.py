@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.buckets import BucketPlan
 from paceline.observe import StepClock
+
+if TYPE_CHECKING:
+    from paceline.ddp.reducer import Reducer
 
 FIRST_SAMPLED_STEPS = 10
 _DTYPE_NAMES = {
@@ -77,9 +80,19 @@ class LoggingData:
             " ".join(str(spec.index) for spec in bucket.parameters) for bucket in plan.buckets
         )
 
+    def set_progress(self, reducer: Reducer) -> None:
+        """Record what a reducer has found out while training."""
+        if reducer.has_rebuilt:
+            self.set_plan(reducer.plan, rebuilt=True)
+            order = ", ".join(str(index) for index in reducer.plan.order())
+            self.values["prev_iteration_grad_ready_order_indices"] = order
+        self.values["num_buckets_reduced"] = reducer.buckets_reduced
+        self.values["can_set_static_graph"] = int(reducer.usage.is_static)
+        self.values["unused_parameter_size"] = 0
+
     def is_sampled(self, iteration: int) -> bool:
         """Whether the step before this iteration is recorded."""
-        return 0 < iteration and (
+        return iteration > 0 and (
             iteration <= FIRST_SAMPLED_STEPS or iteration % self.sample_rate == 0
         )
 

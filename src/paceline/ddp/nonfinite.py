@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.buckets import Bucket
+from paceline.buckets import Bucket, Slot
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -25,13 +25,8 @@ def bucket_is_finite(bucket: Bucket) -> bool:
     return content is None or is_finite(content)
 
 
-def nonfinite_names(bucket: Bucket) -> list[tuple[str, int]]:
-    """Return name and index of the parameters whose gradients are not finite."""
+def nonfinite_slots(bucket: Bucket) -> list[Slot]:
+    """Return the slots whose gradients are not finite."""
     if bucket.sparse:
-        spec = bucket.slots[0].spec
-        return [] if bucket_is_finite(bucket) else [(spec.name, spec.index)]
-    return [
-        (slot.spec.name, slot.index)
-        for slot in bucket.slots
-        if slot.view is not None and not is_finite(slot.view)
-    ]
+        return [] if bucket_is_finite(bucket) else list(bucket.slots)
+    return [s for s in bucket.slots if s.view is not None and not is_finite(s.view)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
 from paceline.buckets import Bucket
+from paceline.torch_private import optimizer_hook_handles
 
 
 def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:
@@ -23,7 +23,7 @@ def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:
     for parameter in parameters:
         if hasattr(parameter, "_in_backward_optimizers"):
             found = True
-            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            for handle in optimizer_hook_handles(parameter):
                 handle.remove()
     return found
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.buckets import BucketPlan
-from paceline.config import NonFinite, ReducePolicy
+from paceline.config import ReducePolicy
 from paceline.ddp.control import ControlBlock, Flag
 from paceline.ddp.diagnosis import FailureReport, build_error
 from paceline.ddp.init_sync import verify_same_plan
@@ -57,14 +57,9 @@ class Peers:
         self._check_steps(block)
         self._check_weights(block)
         if block.any(Flag.FAILED):
-            answers = gather_json(
-                self._group, failure.to_json() if failure else None, self._device
-            )
+            answers = gather_json(self._group, failure.to_json() if failure else None, self._device)
             reports = [FailureReport.from_json(answer) for answer in answers if answer is not None]
             raise self.error_for(reports, policy)
-        if failure is not None and policy.nonfinite is not NonFinite.SKIP:
-            # A failure after the block was sent: a hook's result. Peers cannot know of it.
-            raise self.error_for([failure], policy)
         return Verdict.SKIP if block.any(Flag.NONFINITE) else Verdict.APPLY
 
     def error_for(self, reports: Sequence[FailureReport], policy: ReducePolicy) -> StepError:

@@ -16,11 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
-from torch.distributed.utils import _cast_forward_inputs
-from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
 
 from paceline.buckets import Slot
+from paceline.torch_private import MixedPrecisionConfig, cast_inputs, queue_callback
 
 
 class PrecisionSwap:
@@ -54,10 +52,7 @@ class PrecisionSwap:
         """Cast floating-point inputs of the module."""
         if self.config.param_dtype is None:
             return inputs, kwargs
-        cast: tuple[tuple[Any, ...], dict[str, Any]] = _cast_forward_inputs(
-            self.config.param_dtype, *inputs, **kwargs
-        )
-        return cast
+        return cast_inputs(self.config.param_dtype, inputs, kwargs)
 
     def enter(self) -> None:
         """Exchange full for low precision; gradients that are there wait aside."""
@@ -109,7 +104,7 @@ class PrecisionSwap:
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward without synchronisation has begun: come back at its end."""
-        Variable._execution_engine.queue_callback(self.leave)
+        queue_callback(self.leave)
 
     def _managed(self) -> Iterator[torch.nn.Parameter]:
         for parameter in self._module.parameters():
@@ -135,6 +130,7 @@ class PrecisionHome:
             view = slot.view
             assert view is not None
             gradient, kept = slot.parameter.grad, self._swap.kept_gradient(slot.parameter)
+            slot.had_gradient = gradient is not None
             if gradient is not None:
                 view.copy_(gradient)
                 if kept is not None:
@@ -170,5 +166,3 @@ class PrecisionHome:
         """Hand out a sparse gradient in full precision."""
         self._swap.restore(slot.parameter)
         slot.parameter.grad = gradient.to(slot.parameter.dtype)
-
-

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
-
 from paceline.buckets import BucketCaps
 from paceline.config import ReducePolicy
 from paceline.ddp.arguments import BufferArguments, Placement
+from paceline.torch_private import MixedPrecisionConfig
 
 
 @dataclass(frozen=True)

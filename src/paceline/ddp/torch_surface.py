@@ -14,20 +14,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
 
-# Bound now: torch's tests put our class in the place of this name.
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
-
-from paceline.ddp.buffers import BufferHookLocation, Moment, RegisteredBufferHook
+from paceline.ddp.buffers import Moment, RegisteredBufferHook
 from paceline.ddp.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
 from paceline.ddp.peers import Peers
 from paceline.errors import ConfigurationError, PickleError, TooLateError
+from paceline.torch_private import (
+    BufferHookLocation,
+    BuiltinHookType,
+    TorchDDP,
+    default_group,
+    is_outside_group,
+)
 from paceline.transport import C10dTransport
 
 if TYPE_CHECKING:
     from paceline.ddp.buffers import BufferSync
+    from paceline.ddp.delayed import DelayedReduction
     from paceline.ddp.logging_data import LoggingData
     from paceline.ddp.reducer import Reducer
     from paceline.ddp.settings import Settings
@@ -42,9 +46,7 @@ _NOT_PICKLED = (
     "_buffer_sync",
     "_swap",
     "_delayed",
-    "_parameter_dicts",
-    "_module_dicts",
-    "_known_ids",
+    "_census",
     "_comm_hooks",
 )
 
@@ -52,10 +54,11 @@ _NOT_PICKLED = (
 class TorchSurface(TorchDDP):
     """torch's private names, on Paceline's parts."""
 
-    reducer: Reducer | None  # type: ignore[assignment]
-    logger: LoggingData  # type: ignore[assignment]
+    reducer: Reducer | None
+    logger: LoggingData
     _buffer_sync: BufferSync  # type: ignore[assignment]
     _settings: Settings
+    _delayed: DelayedReduction | None
 
     def _set_torch_attributes(self, settings: Settings) -> None:
         """Set the attributes under which torch's class can be asked about its arguments."""
@@ -114,7 +117,7 @@ class TorchSurface(TorchDDP):
         from paceline.ddp.logging_data import LoggingData
 
         torch.nn.Module.__setstate__(self, state)
-        self.process_group = _get_default_group()
+        self.process_group = default_group()
         self.device_mesh = None
         self._delayed = None
         self.logger = LoggingData()
@@ -127,7 +130,7 @@ class TorchSurface(TorchDDP):
         raise NotImplementedError
 
     def _check_default_group(self) -> None:
-        if dist.is_initialized() and self.process_group == _get_default_group():
+        if dist.is_initialized() and self.process_group == default_group():
             return
         raise PickleError(
             "A DistributedDataParallel can be pickled only while it uses the default process group, "
@@ -192,11 +195,11 @@ class TorchSurface(TorchDDP):
 
     # --- hooks and graph -----------------------------------------------------------------------
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register one of torch's two built-in hooks."""
         make = {
-            dist.BuiltinCommHookType.ALLREDUCE: allreduce_mean,
-            dist.BuiltinCommHookType.FP16_COMPRESS: fp16_mean,
+            BuiltinHookType.ALLREDUCE: allreduce_mean,
+            BuiltinHookType.FP16_COMPRESS: fp16_mean,
         }[comm_hook_type]
         self._set_hook(RegisteredHook(make(self.process_group), None, str(comm_hook_type)))
 
@@ -240,11 +243,11 @@ class TorchSurface(TorchDDP):
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         """Say which rows a sparse gradient may have, by parameter name, equal on all ranks."""
-        self._require_reducer("_set_sparse_metadata()").sparse_rows = dict(global_unique_ids)
+        self._require_reducer("_set_sparse_metadata()").flight.sparse_rows = dict(global_unique_ids)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another group; call it between steps, on every rank of the old one."""
-        if _rank_not_in_group(new_process_group):
+        if is_outside_group(new_process_group):
             return
         self.process_group = new_process_group
         self._transport = C10dTransport(new_process_group)
@@ -276,7 +279,7 @@ class TorchSurface(TorchDDP):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return torch's logging keys; ``stats()`` is made for people."""
         if self.reducer is not None:
-            self.reducer.describe_to(self.logger)
+            self.logger.set_progress(self.reducer)
         return dict(self.logger.values)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

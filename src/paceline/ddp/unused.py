@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-will_run_node = torch._C._will_engine_execute_node
+from paceline.torch_private import will_run_node
 
 
 class Reach(enum.Enum):

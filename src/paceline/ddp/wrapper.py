@@ -10,14 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
 
 from paceline.buckets import BucketCaps, ParameterSpec
 from paceline.config import (
@@ -29,6 +26,7 @@ from paceline.config import (
 )
 from paceline.ddp import arguments
 from paceline.ddp.buffers import BufferSync, Moment
+from paceline.ddp.census import ParameterCensus
 from paceline.ddp.comm_hook import RegisteredHook, check_hook
 from paceline.ddp.delayed import DelayedReduction
 from paceline.ddp.init_sync import broadcast_module, verify_same_model
@@ -37,13 +35,14 @@ from paceline.ddp.logging_data import LoggingData
 from paceline.ddp.overlap import run_optimizers, take_over_optimizers
 from paceline.ddp.peers import Peers
 from paceline.ddp.precision import PrecisionHome, PrecisionSwap
-from paceline.ddp.reducer import Reducer, is_inside_backward
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.settings import Settings
 from paceline.ddp.taps import tap_outputs
 from paceline.ddp.torch_surface import TorchSurface
 from paceline.ddp.unused import find_tensors
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.observe import DDPStats
+from paceline.torch_private import MixedPrecisionConfig, is_inside_backward, move_inputs
 from paceline.transport import C10dTransport
 
 
@@ -144,7 +143,7 @@ class DistributedDataParallel(TorchSurface):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._set_torch_attributes(self._settings)
         self._module_parameters = everything
-        self._delayed: DelayedReduction | None = None
+        self._delayed = None
         self._build_parts()
         if init_sync:
             self._start_equal()
@@ -162,11 +161,9 @@ class DistributedDataParallel(TorchSurface):
         self._swap: PrecisionSwap | None = None
         if settings.mixed_precision is not None:
             self._swap = PrecisionSwap(settings.mixed_precision, self.module)
-        self._parameter_dicts = [m._parameters for m in self.module.modules()]
-        self._module_dicts = [m._modules for m in self.module.modules()]
-        self._known_ids = self._parameter_ids()
-        self._known_names = {name for name, _ in self.module.named_parameters()}
         specs, parameters = self._describe_parameters()
+        self._census = ParameterCensus(self.module, self.parameters_to_ignore, parameters)
+        self._runs_own_parameters = True
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._lazy_init_ran = False
         if not parameters:
@@ -246,9 +243,7 @@ class DistributedDataParallel(TorchSurface):
             output = self._run_ddp_forward(*inputs, **kwargs)
             return self._post_forward(output)
 
-    def _pre_forward(
-        self, *inputs: Any, **kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran:
             self._lazy_init()
         if self.reducer is not None:
@@ -257,10 +252,8 @@ class DistributedDataParallel(TorchSurface):
             self._sync_before_forward(self.reducer)
         if self.device_ids:
             target = torch.device(self.device_type, self.device_ids[0])
-            moved, moved_kwargs = _to_kwargs(
-                inputs, kwargs, target, self.use_side_stream_for_tensor_copies
-            )
-            inputs, kwargs = moved[0], moved_kwargs[0]
+            side_stream = self.use_side_stream_for_tensor_copies
+            inputs, kwargs = move_inputs(inputs, kwargs, target, side_stream)
         if self._swap is not None:
             inputs, kwargs = self._swap.cast_inputs(inputs, kwargs)
             self._swap.enter()
@@ -269,8 +262,7 @@ class DistributedDataParallel(TorchSurface):
         return inputs, kwargs
 
     def _prepare_sync(self, reducer: Reducer) -> None:
-        if self._parameter_ids() != self._known_ids:
-            self._check_new_parameters()
+        self._runs_own_parameters = self._census.is_unchanged() or self._recount()
         reducer.prepare_forward()
         if self.logger.is_sampled(self._forwards):
             self.logger.sample(self._forwards, reducer.clock)
@@ -292,9 +284,11 @@ class DistributedDataParallel(TorchSurface):
                 self._sync_buffers()
             syncs = self._will_sync()
             self.require_forward_param_sync = syncs
-            if syncs:
+            if syncs and self._runs_own_parameters:
                 self.reducer.arm(output)
-            elif self._swap is not None:
+            elif torch.is_grad_enabled():
+                self.reducer.disarm()
+            if self._swap is not None and not syncs:
                 self._leave_low_precision(self._swap, output)
         if self._delayed is not None and torch.is_grad_enabled():
             self._delayed.lend_views()
@@ -311,37 +305,12 @@ class DistributedDataParallel(TorchSurface):
     def _will_sync(self) -> bool:
         return self.require_backward_grad_sync and torch.is_grad_enabled()
 
-    def _parameter_ids(self) -> list[int]:
-        parameters = chain.from_iterable(map(dict.values, self._parameter_dicts))
-        modules = chain.from_iterable(map(dict.values, self._module_dicts))
-        return [*map(id, parameters), *map(id, modules)]
-
-    def _check_new_parameters(self) -> None:
-        """The module is not what it was: fine, unless there is something new to train.
-
-        A known name with another tensor is fine too: torch.func.functional_call does that.
-        """
-        new = [
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad
-            and name not in self._known_names
-            and name not in self.parameters_to_ignore
-        ]
-        if new:
-            error = ParametersChangedError(
-                f"Rank {self._transport.rank}: the module has parameters that were not there when "
-                f"it was wrapped: {', '.join(new)}. Their gradients would not be averaged, and ranks "
-                "would drift apart. Add or replace parameters first, then wrap the module in a new "
-                "DistributedDataParallel (and give the optimizer the new parameters).",
-                rank=self._transport.rank,
-                parameters=new,
-            )
+    def _recount(self) -> bool:
+        try:
+            return self._census.check_again(self._transport.rank)
+        except ParametersChangedError as error:
             self.logger.set_error(error)
-            raise error
-        self._parameter_dicts = [m._parameters for m in self.module.modules()]
-        self._module_dicts = [m._modules for m in self.module.modules()]
-        self._known_ids = self._parameter_ids()
+            raise
 
     def _lazy_init(self) -> None:
         self._lazy_init_ran = True
@@ -414,12 +383,12 @@ class DistributedDataParallel(TorchSurface):
 
     def _set_hook(self, hook: RegisteredHook) -> None:
         reducer = self._require_reducer("register_comm_hook()")
-        if reducer.hook is not None:
+        if reducer.flight.hook is not None:
             raise HookAlreadyRegisteredError(
-                f"The communication hook {reducer.hook.name} is registered already, so {hook.name} "
+                f"The communication hook {reducer.flight.hook.name} is registered already, so {hook.name} "
                 "cannot be: a wrapper has one hook. To combine two, write a hook that calls both."
             )
-        reducer.hook = hook
+        reducer.flight.hook = hook
         self.logger.set("comm_hook", hook.name)
 
     def join(
@@ -451,7 +420,7 @@ class DistributedDataParallel(TorchSurface):
     @property
     def join_device(self) -> torch.device:
         """Where the join context's own messages live."""
-        return self.device
+        return self._settings.placement.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -471,7 +440,7 @@ class DistributedDataParallel(TorchSurface):
         source = find_common_rank(self, True) if self._join_config.enable else 0
         futures = self._buffer_sync.sync(source)
         if futures and self.reducer is not None:
-            self.reducer.post_futures.extend(futures)
+            self.reducer.flight.post_futures.extend(futures)
 
     def _mirror_buffer_sync(self) -> None:
         if self._syncs_buffers(Moment.BEFORE_FORWARD):
@@ -488,8 +457,6 @@ class DistributedDataParallel(TorchSurface):
         )
 
     def _change_policy(self, **changes: Any) -> None:
-        self._settings = replace(
-            self._settings, policy=replace(self._settings.policy, **changes)
-        )
+        self._settings = replace(self._settings, policy=replace(self._settings.policy, **changes))
         if self.reducer is not None:
             self.reducer.change_policy(self._settings.policy)

@@ -1,0 +1,69 @@
+"""Which parameters does the module have, compared with when it was wrapped?
+
+Asked before every forward that is synchronised, so the common answer ("the same") must be cheap: it
+compares the identities of all parameters and submodules without walking the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+
+from paceline.errors import ParametersChangedError
+
+
+class ParameterCensus:
+    """Remembers a module's parameters."""
+
+    def __init__(
+        self, module: torch.nn.Module, ignored: set[str], managed: Iterable[torch.Tensor]
+    ) -> None:
+        self._module = module
+        self._ignored = ignored
+        self._managed = {id(parameter) for parameter in managed}
+        self._names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        self._count()
+
+    def _count(self) -> None:
+        self._parameter_dicts = [m._parameters for m in self._module.modules()]
+        self._module_dicts = [m._modules for m in self._module.modules()]
+        self._ids = self._current_ids()
+
+    def _current_ids(self) -> list[int]:
+        parameters = chain.from_iterable(map(dict.values, self._parameter_dicts))
+        modules = chain.from_iterable(map(dict.values, self._module_dicts))
+        return [*map(id, parameters), *map(id, modules)]
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing was added, removed or exchanged."""
+        return self._current_ids() == self._ids
+
+    def check_again(self, rank: int) -> bool:
+        """Look at a changed module; return whether our parameters are still in it.
+
+        They are not while ``torch.func.functional_call`` runs it with others in their place: such a
+        forward is none of our business.
+
+        Raises:
+            ParametersChangedError: If there is something new to train.
+        """
+        new = [
+            name
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and name not in self._names and name not in self._ignored
+        ]
+        if new:
+            raise ParametersChangedError(
+                f"Rank {rank}: the module has parameters that were not there when it was wrapped: "
+                f"{', '.join(new)}. Their gradients would not be averaged, and ranks would drift "
+                "apart. Add parameters first, then wrap the module in a new DistributedDataParallel "
+                "(and give the optimizer the new parameters).",
+                rank=rank,
+                parameters=new,
+            )
+        if not any(id(parameter) in self._managed for parameter in self._module.parameters()):
+            return False
+        self._count()
+        return True

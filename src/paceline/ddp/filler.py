@@ -1,0 +1,129 @@
+"""Brings gradients into buckets: copied at most once, scaled, checked.
+
+Small gradients wait and are copied many at a time, because a call costs more than the copy; large ones
+are copied and scaled in one pass as they arrive, so that no second set of gradients builds up.
+Nothing raises here: trouble is noted in the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from paceline.buckets import Bucket, Slot
+from paceline.config import NonFinite, ReducePolicy
+from paceline.ddp.diagnosis import FailureKind
+from paceline.ddp.nonfinite import bucket_is_finite, nonfinite_slots
+from paceline.ddp.sparse import collect_sparse
+from paceline.ddp.step import Step
+from paceline.ddp.usage import UsageMap
+from paceline.observe import StepClock
+
+BATCH_SLOTS = 64
+"""Small gradients are brought in at the latest when so many wait: this bounds the extra memory."""
+
+
+class Filler:
+    """Fills the buckets of one reducer."""
+
+    def __init__(self, policy: ReducePolicy, usage: UsageMap, clock: StepClock) -> None:
+        self._policy = policy
+        self._usage = usage
+        self._clock = clock
+
+    def take(self, step: Step, slot: Slot) -> bool:
+        """A gradient has arrived. Return whether its bucket is now full, and filled."""
+        bucket = slot.bucket
+        bucket.pending -= 1
+        if slot.small or bucket.sparse:
+            bucket.waiting.append(slot)
+            if bucket.pending and len(bucket.waiting) >= BATCH_SLOTS:
+                self._take_waiting(step, bucket)
+        else:
+            self._take_large(step, slot)
+        if bucket.pending:
+            return False
+        self.fill(step, bucket)
+        return True
+
+    def take_absent(self, step: Step, slot: Slot) -> None:
+        """No gradient will arrive for this slot."""
+        slot.expected = 0
+        step.absent.append(slot)
+        slot.bucket.pending -= 1
+        if slot.bucket.pending == 0:
+            self.fill(step, slot.bucket)
+
+    def fill(self, step: Step, bucket: Bucket) -> None:
+        """All gradients of a bucket are there: bring in what waits, scale, check."""
+        self._clock.ready[bucket.index] = time.perf_counter_ns()
+        if bucket.waiting:
+            self._take_waiting(step, bucket)
+        with torch.no_grad():
+            if step.absent:
+                self._take_leftovers(step, bucket)
+            if not bucket.sparse and step.factor not in (0.0, 1.0):
+                bucket.scale_small(step.factor)
+            if self._policy.nonfinite is not NonFinite.IGNORE and not bucket_is_finite(bucket):
+                step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket))
+
+    def _take_large(self, step: Step, slot: Slot) -> None:
+        with torch.no_grad():
+            try:
+                if step.factor == 0.0:
+                    step.unsettled += _take_nothing([slot])
+                elif step.factor == 1.0:
+                    step.unsettled += step.home.collect([slot])
+                elif not step.home.collect_scaled(slot, step.factor):
+                    step.unsettled.append(slot)
+            except (RuntimeError, TypeError) as error:
+                step.fail(FailureKind.GRADIENT_MISMATCH, [slot], str(error))
+        if self._policy.tracks_unused:
+            self._usage.note([slot])
+
+    def _take_waiting(self, step: Step, bucket: Bucket) -> None:
+        slots, bucket.waiting = bucket.waiting, []
+        with torch.no_grad():
+            try:
+                if bucket.sparse:
+                    collect_sparse(bucket, step.home.gradient(slots[0]), step.factor)
+                elif step.factor == 0.0:
+                    step.unsettled += _take_nothing(slots)
+                else:
+                    step.unsettled += step.home.collect(slots)
+            except (RuntimeError, TypeError) as error:
+                step.fail(FailureKind.GRADIENT_MISMATCH, slots, str(error))
+        if self._policy.tracks_unused:
+            self._usage.note(slots)
+
+    def _take_leftovers(self, step: Step, bucket: Bucket) -> None:
+        """Bring in what absent parameters still have from earlier: it is part of the mean."""
+        for slot in step.absent:
+            if slot.bucket is not bucket:
+                continue
+            gradient = step.home.gradient(slot)
+            view = slot.view
+            if view is None:
+                collect_sparse(bucket, gradient, step.factor)
+                continue
+            if gradient is view:
+                step.stash[slot.index] = view.clone()
+            elif gradient is not None:
+                view.copy_(gradient)
+            else:
+                view.zero_()
+            if step.factor == 0.0:
+                view.zero_()
+            elif not slot.small:
+                view.mul_(step.factor)
+
+
+def _take_nothing(slots: Sequence[Slot]) -> list[Slot]:
+    """A weight of zero: the gradient is not even read, for it may be NaN."""
+    for slot in slots:
+        assert slot.view is not None
+        slot.view.zero_()
+        slot.had_gradient = slot.parameter.grad is not None
+    return list(slots)

@@ -1,0 +1,224 @@
+"""Starts the reductions of a step in plan order, waits for them, and reads the control block.
+
+Between :meth:`Flight.start` and :meth:`Flight.land` nothing blocks. Knows the transport and the hook;
+must not know how buckets are filled or what becomes of the results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.buckets import Bucket, BucketPlan
+from paceline.config import NonFinite, ReducePolicy
+from paceline.ddp.comm_hook import RegisteredHook, hook_result
+from paceline.ddp.control import ControlBlock, ControlLayout, ControlRow, Flag
+from paceline.ddp.diagnosis import FailureKind
+from paceline.ddp.sparse import start_sparse
+from paceline.ddp.step import Step
+from paceline.ddp.usage import UsageMap
+from paceline.errors import CollectiveError
+from paceline.observe import StepClock
+from paceline.types import Reduction, Transport
+
+
+class Flight:
+    """The buckets of one plan on their way."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        buckets: list[Bucket],
+        layout: ControlLayout,
+        transport: Transport,
+        policy: ReducePolicy,
+        usage: UsageMap,
+        clock: StepClock,
+    ) -> None:
+        self._buckets = buckets
+        self._layout = layout
+        self._transport = transport
+        self._policy = policy
+        self._usage = usage
+        self._clock = clock
+        self._device = plan.buckets[0].device
+        self._lone_control: torch.Tensor | None = None
+        self._control_reduction: Reduction | None = None
+        self.hook: RegisteredHook | None = None
+        self.sparse_rows: dict[str, torch.Tensor] = {}
+        self.post_futures: list[torch.futures.Future[Any]] = []
+        self.started = 0
+
+    def take_over(self, other: Flight) -> None:
+        """Go on for another plan with the same hook, rows and futures."""
+        self.hook = other.hook
+        self.sparse_rows = other.sparse_rows
+        self.post_futures = other.post_futures
+
+    def close(self) -> None:
+        """Let go of everything that is in flight or done."""
+        self.post_futures = []
+        self._control_reduction = None
+        for bucket in self._buckets:
+            bucket.reduction = bucket.future = None
+
+    def open(self) -> None:
+        """Begin a step with no bucket started."""
+        self.started = 0
+        self._control_reduction = None
+        for bucket in self._buckets:
+            bucket.reduction = bucket.future = None
+
+    def start_full(self, step: Step) -> None:
+        """Start every bucket whose turn it is and which is full."""
+        while self.started < len(self._buckets) and self._buckets[self.started].pending == 0:
+            self.started += 1
+            self.start(step, self._buckets[self.started - 1])
+
+    def start(self, step: Step, bucket: Bucket) -> None:
+        """Start one bucket, with the control block if it is the last."""
+        self._clock.began[bucket.index] = time.perf_counter_ns()
+        is_last = bucket.index == len(self._buckets) - 1
+        skipped = self.is_skipped(bucket)
+        if self.hook is not None:
+            if not skipped:
+                self._start_hook(self.hook, step, bucket, is_last)
+            return
+        rides = is_last and not bucket.sparse and not skipped
+        if rides:
+            assert bucket.tail is not None
+            self._write_control(step, bucket.tail)
+        if not skipped:
+            self._reduce(step, bucket)
+        if is_last and not rides:
+            self._start_lone_control(step)
+
+    def is_skipped(self, bucket: Bucket) -> bool:
+        """With ``skip_all_reduce_unused_params``: nothing in this bucket is used, on any rank."""
+        return self._policy.skip_unused and all(slot.expected == 0 for slot in bucket.slots)
+
+    def _reduce(self, step: Step, bucket: Bucket) -> None:
+        try:
+            if bucket.sparse:
+                rows = self.sparse_rows.get(bucket.slots[0].spec.name)
+                bucket.reduction = start_sparse(bucket, self._transport, rows)
+            else:
+                assert bucket.flat is not None
+                bucket.reduction = self._transport.start(bucket.flat)
+        except RuntimeError as error:
+            raise self._error(step, f"all_reduce of bucket {bucket.index}", error) from error
+        bucket.reduction.on_done(_stamp(self._clock.ended, bucket.index))
+
+    def _start_hook(self, hook: RegisteredHook, step: Step, bucket: Bucket, is_last: bool) -> None:
+        try:
+            bucket.future = hook.run(bucket, is_last=is_last)
+        except Exception as error:
+            step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
+
+    # --- the control block ---------------------------------------------------------------------
+
+    def _write_control(self, step: Step, tail: torch.Tensor) -> None:
+        if step.joined:
+            tail.zero_()
+            return
+        flags = Flag.PRESENT
+        if step.weight is not None:
+            flags |= Flag.WEIGHTED
+        if step.failure is not None:
+            is_nonfinite = step.failure.kind is FailureKind.NONFINITE
+            skips = is_nonfinite and self._policy.nonfinite is NonFinite.SKIP
+            flags |= Flag.NONFINITE if skips else Flag.FAILED
+        origin = self._clock.step_ended or self._clock.backward_began
+        ready = tuple((stamp - origin) // 1000 for stamp in self._clock.ready)
+        row = ControlRow(flags, step.number, step.weight or 0.0, ready)
+        used = self._usage.flags if self._policy.tracks_unused else b""
+        self._layout.write(tail, self._transport.rank, row, used)
+
+    def _start_lone_control(self, step: Step) -> None:
+        """Send the control block by itself, where no bucket can carry it."""
+        if self._lone_control is None:
+            self._lone_control = self._transport.allocate(
+                self._layout.numel, torch.float32, self._device
+            )
+        self._write_control(step, self._lone_control)
+        self._control_reduction = self._transport.start(self._lone_control)
+
+    def _read_control(self, step: Step) -> ControlBlock:
+        if self.hook is not None:
+            # Only now: a hook may start further collectives from its callbacks, at any time.
+            self._start_lone_control(step)
+        if self._control_reduction is not None:
+            self._control_reduction.wait()
+            assert self._lone_control is not None
+            return self._layout.read(self._lone_control)
+        tail = self._buckets[-1].tail
+        assert tail is not None
+        return self._layout.read(tail)
+
+    # --- landing -------------------------------------------------------------------------------
+
+    def land(self, step: Step) -> ControlBlock:
+        """Wait for every bucket and for the control block.
+
+        Raises:
+            CollectiveError: If the group fails.
+        """
+        operation = ""
+        try:
+            for bucket in self._buckets:
+                operation = f"all_reduce of bucket {bucket.index}"
+                self.wait(step, bucket)
+            operation = "exchange of control blocks"
+            block = self._read_control(step)
+            operation = "a future of the buffer hook"
+            for future in self.post_futures:
+                future.wait()
+        except RuntimeError as error:
+            raise self._error(step, operation, error) from error
+        return block
+
+    def wait(self, step: Step, bucket: Bucket) -> None:
+        """Wait for one bucket; its gradients hold the result then."""
+        future, bucket.future = bucket.future, None
+        if future is None:
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+            self._stamp_end(bucket)
+            return
+        assert self.hook is not None
+        try:
+            future.wait()
+            bucket.accept(hook_result(future, bucket, self.hook.name))
+        except Exception as error:
+            step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
+        self._stamp_end(bucket)
+
+    def is_landed(self, bucket: Bucket) -> bool:
+        """Say whether :meth:`wait` would return at once."""
+        if bucket.future is not None:
+            return bool(bucket.future.done())
+        return bucket.reduction is not None and bucket.reduction.is_done()
+
+    def _stamp_end(self, bucket: Bucket) -> None:
+        if not self._clock.ended[bucket.index]:
+            self._clock.ended[bucket.index] = time.perf_counter_ns()
+
+    def _error(self, step: Step, operation: str, cause: BaseException) -> CollectiveError:
+        rank = self._transport.rank
+        return CollectiveError(
+            f"Rank {rank}: {operation} over {self._transport.name} failed in step {step.number}: "
+            f"{cause}\nA peer has probably died, or is in another collective. Look at the logs of the "
+            "other ranks; the group cannot be used further.",
+            rank=rank,
+            operation=operation,
+        )
+
+
+def _stamp(stamps: list[int], index: int) -> Callable[[], None]:
+    def stamp() -> None:
+        stamps[index] = time.perf_counter_ns()
+
+    return stamp

@@ -1,0 +1,165 @@
+"""Every name of torch that torch does not export, in one place, with what it does for us.
+
+Pinned by the tests against torch 2.13. When a new torch moves one of them, this is the file to change;
+nothing else in the package may reach into a private name. The lowest layer: imports only torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch._utils import _get_device_index
+from torch.autograd import Variable
+from torch.distributed import rpc
+from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
+
+__all__ = [
+    "BufferHookLocation",
+    "BuiltinHookType",
+    "FutureBase",
+    "MixedPrecisionConfig",
+    "TorchDDP",
+    "TorchGradBucket",
+    "broadcast_coalesced",
+    "cast_inputs",
+    "context_gradients",
+    "current_context_id",
+    "default_group",
+    "device_index",
+    "is_inside_backward",
+    "is_outside_group",
+    "move_inputs",
+    "optimizer_hook_handles",
+    "preserve_versions",
+    "queue_callback",
+    "storage_references",
+    "sync_module",
+    "will_run_node",
+]
+
+# TorchDDP is bound here, at import: torch's own tests put our class in the place of that name.
+
+FutureBase: type = torch._C.Future
+"""What hooks return: ``then()`` gives a base-class future."""
+
+TorchGradBucket: type = dist.GradBucket  # type: ignore[attr-defined]
+BuiltinHookType: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+
+
+def will_run_node(node: Any) -> bool:
+    """Whether the running backward executes this node. Raises for a leaf that is captured."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_inside_backward() -> bool:
+    """Whether this thread is running a backward pass."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended without an exception."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def storage_references(tensor: torch.Tensor) -> int:
+    """How many tensors, and a constant, refer to this tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Change tensors in place without autograd noticing."""
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
+        tuple(tensors)
+    )
+    return context
+
+
+def broadcast_coalesced(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], chunk_bytes: int, source: int
+) -> None:
+    """Broadcast many tensors in few messages."""
+    dist._broadcast_coalesced(group, list(tensors), chunk_bytes, source)  # type: ignore[attr-defined]
+
+
+def sync_module(
+    module: torch.nn.Module,
+    group: dist.ProcessGroup,
+    chunk_bytes: int,
+    *,
+    source: int,
+    ignored: set[str],
+    with_buffers: bool,
+) -> None:
+    """Broadcast a module's parameters, and its buffers if asked for."""
+    _sync_module_states(
+        module=module,
+        process_group=group,
+        broadcast_bucket_size=chunk_bytes,
+        src=source,
+        params_and_buffers_to_ignore=ignored,
+        broadcast_buffers=with_buffers,
+    )
+
+
+def move_inputs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device, side_stream: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move the tensors among a forward's arguments to a device."""
+    moved, moved_kwargs = _to_kwargs(inputs, kwargs, target, side_stream)
+    return moved[0], moved_kwargs[0]
+
+
+def cast_inputs(
+    dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the floating-point tensors among a forward's arguments."""
+    cast: tuple[tuple[Any, ...], dict[str, Any]] = _cast_forward_inputs(dtype, *inputs, **kwargs)
+    return cast
+
+
+def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients in a distributed autograd context: its own tensors, not copies."""
+    return dict(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
+
+
+def current_context_id() -> int | None:
+    """The distributed autograd context that the caller is in.
+
+    Valid in a forward only: the threads of a distributed backward are in no context.
+    """
+    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return None
+    try:
+        return int(dist_autograd._current_context()._context_id())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+
+
+def optimizer_hook_handles(parameter: torch.Tensor) -> list[Any]:
+    """The hooks with which ``_apply_optimizer_in_backward`` would step this parameter."""
+    return list(param_to_optim_hook_handle_map.get(parameter, []))
+
+
+def default_group() -> dist.ProcessGroup:
+    """The group of ``init_process_group``."""
+    return _get_default_group()
+
+
+def is_outside_group(group: Any) -> bool:
+    """Whether ``group`` is what ``new_group`` gives a rank that is not in it."""
+    return bool(_rank_not_in_group(group))
+
+
+def device_index(device: Any) -> int:
+    """The index of a device given as number, string or torch.device."""
+    return int(_get_device_index(device, True))
