@@ -43,7 +43,7 @@ class NonFinite(enum.Enum):
 
 
 class MissingGradients(enum.Enum):
-    """When a backward that leaves parameters without gradient is an error (``missing_gradients``)."""
+    """When it is an error that parameters have no gradient (``missing_gradients``)."""
 
     RAISE = "raise"
     """At the end of that backward, on every rank. The default."""

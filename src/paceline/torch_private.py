@@ -1,7 +1,8 @@
 """Every name of torch that torch does not export, in one place, with what it does for us.
 
-Pinned by the tests against torch 2.13. When a new torch moves one of them, this is the file to change;
-nothing else in the package may reach into a private name. The lowest layer: imports only torch.
+Pinned by the tests against torch 2.13. When a new torch moves one of them, this is the file to
+change; nothing else in the package may reach into a private name. The lowest layer: imports only
+torch.
 """
 
 from __future__ import annotations

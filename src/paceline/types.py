@@ -30,8 +30,8 @@ class Reduction(Protocol):
 class Transport(Protocol):
     """All that the reducer knows about how buckets travel.
 
-    One implementation wraps a c10d group; the shared-memory group is to be another. The reducer must
-    not ask which one it has.
+    One implementation wraps a c10d group; the shared-memory group is to be another. The reducer
+    must not ask which one it has.
     """
 
     @property

@@ -14,12 +14,14 @@ FEATURES = 18
 TOKENS = 7
 
 
-def mlp(width: int = 6, *, depth: int = 3, seed: int = 0) -> nn.Sequential:
+def mlp(
+    width: int = 6, *, depth: int = 3, seed: int = 0, dtype: torch.dtype | None = None
+) -> nn.Sequential:
     """A few Linear layers with tanh between them, the same on every rank."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for _ in range(depth):
-        layers += [nn.Linear(width, width), nn.Tanh()]
+        layers += [nn.Linear(width, width, dtype=dtype), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
 

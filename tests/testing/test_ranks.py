@@ -258,6 +258,30 @@ class TestArguments:
             run_ranks(1, lambda: None)
 
 
+class TestForkServer:
+    def test_a_server_that_cannot_import_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "broken.py").write_text("1 / 0")
+        script = tmp_path / "script.py"
+        script.write_text(
+            "from paceline.testing import ForkServerError, ranks\n"
+            "if __name__ == '__main__':\n"
+            "    ranks._PRELOAD = ('broken',)\n"
+            "    try:\n"
+            "        ranks.run_ranks(1, print)\n"
+            "    except ForkServerError as error:\n"
+            "        print(error)\n"
+        )
+        result = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
+        assert "rank 0 could not be started: the fork server has ended" in result.stdout
+        assert "ZeroDivisionError" in result.stderr
+
+
 SCRIPT = """
     import os, pathlib, sys, threading
     from paceline.testing import run_ranks
@@ -286,6 +310,7 @@ class TestCallerGoesAway:
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed caller cannot remove its files
         ) as caller:
             files = [tmp_path / f"{rank}.pid" for rank in (0, 1)]
             try:

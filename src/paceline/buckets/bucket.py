@@ -124,8 +124,8 @@ class Bucket:
         """Say whether somebody else still holds memory that the next step would overwrite.
 
         A gradient that is still its parameter's ``grad`` is not held in this sense: there, to be
-        overwritten is what accumulation means. Everything else that keeps a view, or a tensor on the
-        same storage, alive is a user who wants to see the old value.
+        overwritten is what accumulation means. Everything else that keeps a view, or a tensor on
+        the same storage, alive is a user who wants to see the old value.
         """
         if not self._views:
             return False

@@ -174,7 +174,7 @@ class BucketPlan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> list[str]:
-        """One line per bucket, for errors and for the digest. Devices are left out: ranks differ."""
+        """One line per bucket, for errors and the digest. No devices: ranks differ in them."""
         lines = []
         for number, bucket in enumerate(self.buckets):
             members = ", ".join(f"{s.name}{list(s.shape)}" for s in bucket.parameters)

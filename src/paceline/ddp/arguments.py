@@ -1,4 +1,5 @@
-"""The constructor's arguments, checked: each wrong one has an error that says what to write instead.
+"""The constructor's arguments, checked: each wrong one has an error that says what to write
+instead.
 
 Pure checks, called by the wrapper before it does anything else.
 """
@@ -54,7 +55,8 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         return default_group()
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigurationError(
-            f"process_group is {process_group!r}, which is no process group of this rank. Pass what "
+            f"process_group is {process_group!r}, which is no process group of this rank. Pass "
+            f"what "
             "torch.distributed.new_group() returned, only on the ranks that are in it."
         )
     return process_group
@@ -103,7 +105,8 @@ def choose_placement(
     types = sorted({parameter.device.type for parameter in parameters})
     if len(types) != 1:
         raise ConfigurationError(
-            f"The module's parameters lie on devices of several types: {', '.join(types)}. Move all "
+            f"The module's parameters lie on devices of several types: {', '.join(types)}. Move "
+            f"all "
             "of it to one type, for example module.to('cpu'), before it is wrapped."
         )
     devices = {parameter.device for parameter in parameters}

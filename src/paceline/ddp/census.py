@@ -58,7 +58,8 @@ class ParameterCensus:
             raise ParametersChangedError(
                 f"Rank {rank}: the module has parameters that were not there when it was wrapped: "
                 f"{', '.join(new)}. Their gradients would not be averaged, and ranks would drift "
-                "apart. Add parameters first, then wrap the module in a new DistributedDataParallel "
+                "apart. Add parameters first, then wrap the module in a new "
+                "DistributedDataParallel "
                 "(and give the optimizer the new parameters).",
                 rank=rank,
                 parameters=new,

@@ -59,7 +59,8 @@ def hook_result(future: torch.futures.Future[Any], bucket: Bucket, name: str) ->
         raise TypeError(f"hook {name}: its future holds {type(value).__name__}, not a tensor")
     if not bucket.sparse and value.numel() != bucket.spec.numel:
         raise TypeError(
-            f"hook {name}: its future holds {value.numel()} elements, but bucket {bucket.index} has "
+            f"hook {name}: its future holds {value.numel()} elements, but bucket {bucket.index} "
+            f"has "
             f"{bucket.spec.numel}"
         )
     return value

@@ -11,9 +11,9 @@ with the gradients, yet carries words that are no gradients:
            it counts the ranks; where a dtype is too coarse to count, it still tells zero from more.
 
 Why the last bucket: buckets start in plan order, so when a rank starts its last one, it knows all
-that it will ever know about this step: which gradients never came, which were not finite. Where the
-last bucket cannot carry a tail (a sparse gradient, or a communication hook that owns the bucket), the
-block travels alone, after all buckets.
+that it will ever know about this step: which gradients never came, which were not finite. Where
+the last bucket cannot carry a tail (a sparse gradient, or a communication hook that owns the
+bucket), the block travels alone, after all buckets.
 
 A row that is all zeros belongs to a rank that has left the loop (``join``).
 """

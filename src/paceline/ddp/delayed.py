@@ -1,8 +1,9 @@
 """Delayed reduction: some parameters travel together, when one gradient says that it is time.
 
-``delay_all_reduce_named_params`` names parameters whose gradients live in one flat buffer per dtype
-and device; when the gradient of ``param_to_hook_all_reduce`` is computed, the buffers are averaged, and
-the end of the backward waits for them. The reducer knows nothing of these parameters.
+``delay_all_reduce_named_params`` names parameters whose gradients live in one flat buffer per
+dtype and device; when the gradient of ``param_to_hook_all_reduce`` is computed, the buffers are
+averaged, and the end of the backward waits for them. The reducer knows nothing of these
+parameters.
 """
 
 from __future__ import annotations

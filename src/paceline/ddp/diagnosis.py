@@ -1,15 +1,15 @@
 """What went wrong in a step, told to every rank.
 
-A rank that fails does not raise at once: its peers would wait for it. It keeps a report, finishes the
-step's reductions with zeros, and raises the flag FAILED in the control block. Every rank sees the
-flag in the same step; all of them then exchange their reports and raise the same error. Healthy steps
-pay nothing for this.
+A rank that fails does not raise at once: its peers would wait for it. It keeps a report, finishes
+the step's reductions with zeros, and raises the flag FAILED in the control block. Every rank sees
+the flag in the same step; all of them then exchange their reports and raise the same error.
+Healthy steps pay nothing for this.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ class FailureKind(enum.Enum):
 class FailureReport:
     """One rank's account of its failure.
 
-    ``indices`` are the parameters' indices (as torch's messages give them), ``detail`` is a sentence
-    that only that rank can say.
+    ``indices`` are the parameters' indices (as torch's messages give them), ``detail`` is a
+    sentence that only that rank can say.
     """
 
     kind: FailureKind
@@ -73,11 +73,11 @@ def build_error(
     concerned = [report for report in reports if report.kind is kind]
     if kind is FailureKind.MISSING:
         return missing_error(concerned, my_rank, tracks_unused, static_graph)
-    make, head, remedy = _TEXTS[kind]
+    text = _TEXTS[kind]
     told = "\n".join(f"  rank {report.rank}: {_account(report)}" for report in concerned)
     first = concerned[0]
-    return make(
-        f"{head}\n{told}\n{remedy} No rank has applied this step's gradients.",
+    return text.error(
+        f"{text.head}\n{told}\n{text.remedy} No rank has applied this step's gradients.",
         rank=first.rank,
         parameters=first.parameters,
     )
@@ -88,45 +88,56 @@ def _account(report: FailureReport) -> str:
     return ": ".join(part for part in (names, report.detail) if part)
 
 
-_TEXTS: dict[FailureKind, tuple[Callable[..., errors.StepError], str, str]] = {
-    FailureKind.BACKWARD_RAISED: (
+@dataclass(frozen=True)
+class _Text:
+    """How a kind of failure is told: what is wrong, and what to do."""
+
+    error: type[errors.StepError]
+    head: str
+    remedy: str
+
+
+_TEXTS = {
+    FailureKind.BACKWARD_RAISED: _Text(
         errors.PeerFailedError,
-        "The backward pass raised an exception on some ranks before all gradients were there, so "
-        "this step has no complete gradient on any rank.",
-        "Look at the exception on the ranks named above, then run the step again on every rank.",
+        head="The backward pass raised an exception on some ranks before all gradients were there, "
+        "so this step has no complete gradient on any rank.",
+        remedy="Look at the exception on the ranks named above, then run the step again on every "
+        "rank.",
     ),
-    FailureKind.HOOK: (
+    FailureKind.HOOK: _Text(
         errors.HookResultError,
-        "The communication hook failed.",
-        "A hook takes (state, bucket) and returns a torch.futures.Future that holds one tensor with "
-        "as many elements as bucket.buffer().",
+        head="The communication hook failed.",
+        remedy="A hook takes (state, bucket) and returns a torch.futures.Future that holds one "
+        "tensor with as many elements as bucket.buffer().",
     ),
-    FailureKind.GRAPH_CHANGED: (
+    FailureKind.GRAPH_CHANGED: _Text(
         errors.GraphChangedError,
-        "Your training graph has changed in this iteration, but static_graph=True promises that it "
-        "never does.",
-        "Construct DistributedDataParallel without static_graph, and with "
+        head="Your training graph has changed in this iteration, but static_graph=True promises "
+        "that it never does.",
+        remedy="Construct DistributedDataParallel without static_graph, and with "
         "find_unused_parameters=True if parameters come and go.",
     ),
-    FailureKind.READY_TWICE: (
+    FailureKind.READY_TWICE: _Text(
         errors.ReadyTwiceError,
-        "A gradient arrived a second time in one backward pass, after it had been handed to the "
-        "reduction.",
-        "This happens when a layer is run several times under reentrant activation checkpointing, "
-        "or find_unused_parameters=True meets reentrant checkpointing. Pass static_graph=True, or "
-        "use_reentrant=False to torch.utils.checkpoint.checkpoint.",
+        head="A gradient arrived a second time in one backward pass, after it had been handed to "
+        "the reduction.",
+        remedy="This happens when a layer is run several times under reentrant activation "
+        "checkpointing, or find_unused_parameters=True meets reentrant checkpointing. Pass "
+        "static_graph=True, or use_reentrant=False to torch.utils.checkpoint.checkpoint.",
     ),
-    FailureKind.GRADIENT_MISMATCH: (
+    FailureKind.GRADIENT_MISMATCH: _Text(
         errors.GradientMismatchError,
-        "A gradient does not have the dtype or the layout that its bucket was planned for.",
-        "Convert the module (for example .half()) before it is wrapped, on every rank alike. For "
-        "sparse gradients use nn.Embedding(sparse=True) or nn.EmbeddingBag(sparse=True), which the "
-        "wrapper recognises.",
+        head="A gradient does not have the dtype or the layout that its bucket was planned for.",
+        remedy="Convert the module (for example .half()) before it is wrapped, on every rank "
+        "alike. For sparse gradients use nn.Embedding(sparse=True) or "
+        "nn.EmbeddingBag(sparse=True), which the wrapper recognises.",
     ),
-    FailureKind.NONFINITE: (
+    FailureKind.NONFINITE: _Text(
         errors.NonFiniteGradientError,
-        'A gradient is not finite, and nonfinite="raise" was asked for.',
-        'Look at the loss and the input of that rank; nonfinite="skip" leaves such steps out.',
+        head='A gradient is not finite, and nonfinite="raise" was asked for.',
+        remedy='Look at the loss and the input of that rank; nonfinite="skip" leaves such steps '
+        "out.",
     ),
 }
 
@@ -136,8 +147,8 @@ def missing_error(
 ) -> errors.StepError:
     """Say which parameters received no gradient, on which ranks, and what to do.
 
-    The phrases in the head and in the lines per rank are the ones that torch's own tests, and the log
-    searches of many teams, look for.
+    The phrases in the head and in the lines per rank are the ones that torch's own tests, and the
+    log searches of many teams, look for.
     """
     lines = []
     for report in sorted(reports, key=lambda r: (r.rank != my_rank, r.rank)):
@@ -150,7 +161,8 @@ def missing_error(
     head = "Expected to have finished reduction in the prior iteration before starting a new one. "
     if static_graph:
         head += (
-            "This error indicates that your training graph has changed in this iteration, e.g., one "
+            "This error indicates that your training graph has changed in this iteration, e.g., "
+            "one "
             "parameter is used in first iteration, but then got unused in the second iteration. "
             "this is not compatible with static_graph set to True.\n"
         )

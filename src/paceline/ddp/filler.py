@@ -1,8 +1,8 @@
 """Brings gradients into buckets: copied at most once, scaled, checked.
 
-Small gradients wait and are copied many at a time, because a call costs more than the copy; large ones
-are copied and scaled in one pass as they arrive, so that no second set of gradients builds up.
-Nothing raises here: trouble is noted in the step.
+Small gradients wait and are copied many at a time, because a call costs more than the copy; large
+ones are copied and scaled in one pass as they arrive, so that no second set of gradients builds
+up. Nothing raises here: trouble is noted in the step.
 """
 
 from __future__ import annotations

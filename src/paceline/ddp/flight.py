@@ -1,7 +1,7 @@
 """Starts the reductions of a step in plan order, waits for them, and reads the control block.
 
-Between :meth:`Flight.start` and :meth:`Flight.land` nothing blocks. Knows the transport and the hook;
-must not know how buckets are filled or what becomes of the results.
+Between :meth:`Flight.start` and :meth:`Flight.land` nothing blocks. Knows the transport and the
+hook; must not know how buckets are filled or what becomes of the results.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class Flight:
         rank = self._transport.rank
         return CollectiveError(
             f"Rank {rank}: {operation} over {self._transport.name} failed in step {step.number}: "
-            f"{cause}\nA peer has probably died, or is in another collective. Look at the logs of the "
+            f"{cause}\nA peer has probably died, or is in another collective. Look at the logs "
+            f"of the "
             "other ranks; the group cannot be used further.",
             rank=rank,
             operation=operation,

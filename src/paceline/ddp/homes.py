@@ -1,10 +1,11 @@
 """Where gradients live outside of the buckets: in ``parameter.grad``, or in an autograd context.
 
-The reducer brings gradients in (``collect``) and lets results out (``settle``) through one of these.
-A home copies; it must not know about groups, hooks or the order of buckets.
+The reducer brings gradients in (``collect``) and lets results out (``settle``) through one of
+these. A home copies; it must not know about groups, hooks or the order of buckets.
 
-Words: a slot is *settled* when the outside already shows its view, so that nothing is to be done after
-the reduction. Slots that are not are returned by ``collect`` and handed to ``settle`` later.
+Words: a slot is *settled* when the outside already shows its view, so that nothing is to be done
+after the reduction. Slots that are not are returned by ``collect`` and handed to ``settle``
+later.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ class LocalHome:
 class ContextHome:
     """Gradients in a distributed autograd context, which ``DistributedOptimizer`` reads.
 
-    The context's tensors cannot be replaced, only written to; and a parameter that this rank did not
-    use has none there, so its average stays invisible on this rank.
+    The context's tensors cannot be replaced, only written to; and a parameter that this rank did
+    not use has none there, so its average stays invisible on this rank.
     """
 
     def __init__(self, context_id: int) -> None:

@@ -1,6 +1,7 @@
 """Construction: verify that all ranks hold the same model, then make them start equal.
 
-Called by the wrapper before the reducer exists, and by the reducer's owner when buckets are cut anew.
+Called by the wrapper before the reducer exists, and by the reducer's owner when buckets are cut
+anew.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def _mismatch(reference: dict[str, Any], other: dict[str, Any], rank: int) -> Mo
         )
         extra = longer[min(len(left_names), len(right_names)) :]
         return ModelMismatchError(
-            f"The model differs between ranks: rank 0 has {len(left_names)} parameters that require "
+            f"The model differs between ranks: rank 0 has {len(left_names)} parameters that "
+            f"require "
             f"gradients, rank {rank} has {len(right_names)}. Only rank {extra_rank} has "
             f"{', '.join(extra)}. Build the same model on every rank before it is wrapped.",
             rank=rank,
@@ -144,7 +146,8 @@ def _mismatch(reference: dict[str, Any], other: dict[str, Any], rank: int) -> Mo
         if other["settings"][key] != value:
             return ModelMismatchError(
                 f"DistributedDataParallel was constructed differently: {key} is {value} on rank 0 "
-                f"and {other['settings'][key]} on rank {rank}. Pass the same arguments on every rank.",
+                f"and {other['settings'][key]} on rank {rank}. Pass the same arguments on every "
+                f"rank.",
                 rank=rank,
             )
     raise AssertionError("manifests differ but no difference was found")

@@ -1,7 +1,8 @@
 """Uneven inputs: what a rank that has run out of them still does for the others.
 
-Follows torch's ``Join`` protocol, so the wrapper composes with other Joinables. A joined rank mirrors
-every collective that a forward and a backward of its peers start, with nothing to contribute.
+Follows torch's ``Join`` protocol, so the wrapper composes with other Joinables. A joined rank
+mirrors every collective that a forward and a backward of its peers start, with nothing to
+contribute.
 """
 
 from __future__ import annotations

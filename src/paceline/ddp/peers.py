@@ -77,7 +77,8 @@ class Peers:
             told = ", ".join(f"rank {rank}: step {row.step}" for rank, row in block.present())
             raise DesynchronizedError(
                 f"Ranks reduced gradients of different steps with each other ({told}). One of them "
-                "left out a backward that the others ran, for example after an exception. Let every "
+                "left out a backward that the others ran, for example after an exception. Let "
+                "every "
                 "rank run the same number of backward passes, or use `with ddp.join():` for uneven "
                 "inputs.",
                 rank=self._rank,
@@ -88,7 +89,9 @@ class Peers:
         if weighted and len(weighted) != len(block.present()):
             plain = [rank for rank, row in block.present() if not row.flags & Flag.WEIGHTED]
             raise DesynchronizedError(
-                f"Ranks {weighted} ran this backward inside `ddp.weighted(n)`, ranks {plain} did not, "
-                "so there is no common mean. Use `with ddp.weighted(n):` on every rank; n = 0 is fine.",
+                f"Ranks {weighted} ran this backward inside `ddp.weighted(n)`, ranks {plain} "
+                f"did not, "
+                "so there is no common mean. Use `with ddp.weighted(n):` on every rank; n = 0 "
+                "is fine.",
                 rank=plain[0],
             )

@@ -1,13 +1,13 @@
 """Mixed precision: parameters are low precision while a step computes, full precision outside.
 
-Before a forward every parameter's data is exchanged for a low-precision copy, so modules, activation
-checkpointing and autograd see ordinary low-precision parameters; when the backward is over, the full
-data comes back. Gradients arrive in low precision, are reduced in ``reduce_dtype`` and handed out in
-full precision.
+Before a forward every parameter's data is exchanged for a low-precision copy, so modules,
+activation checkpointing and autograd see ordinary low-precision parameters; when the backward is
+over, the full data comes back. Gradients arrive in low precision, are reduced in ``reduce_dtype``
+and handed out in full precision.
 
-[Note: exchanged data]
-To exchange a parameter's data for another dtype makes autograd forget the parameter's AccumulateGrad
-node, and our hook with it. The wrapper therefore taps the parameters anew after every exchange.
+[Note: exchanged data] To exchange a parameter's data for another dtype makes autograd forget the
+parameter's AccumulateGrad node, and our hook with it. The wrapper therefore taps the parameters
+anew after every exchange.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The reducer: turns 'this gradient is ready' into 'these buckets are reduced'.
 
 The wrapper constructs one and tells it about forwards (:meth:`Reducer.prepare_forward`,
-:meth:`Reducer.arm`); autograd tells it about gradients (:meth:`Reducer.on_gradient`). It must not know
-which transport it has, nor anything about modules, buffers or devices.
+:meth:`Reducer.arm`); autograd tells it about gradients (:meth:`Reducer.on_gradient`). It must not
+know which transport it has, nor anything about modules, buffers or devices.
 
 [Note: the life of a step]
     arm      a forward that will be synchronised has run; its outputs are tapped (taps.py)
@@ -10,14 +10,15 @@ which transport it has, nor anything about modules, buffers or devices.
              backward is hooked
     fill     gradients arrive and are brought into their slots, scaled (filler.py). A bucket that is
              full is started once all before it have been: all ranks start in plan order (flight.py)
-    finish   the backward is over: what is left is started, everything is waited for, and the control
+    finish   the backward is over: what is left is started, everything is waited for, and the
+    control
              block is read ([Note: the control block] in control.py)
     judge    all ranks know the same about the step now: all of them raise, or none (peers.py)
     settle   gradients that are not views of the buckets are given their values (homes.py)
 
 Nothing blocks between `begin` and `finish`, and nothing raises there either: a rank that stopped
-in the middle would leave its peers waiting. Trouble is noted in the step (step.py) and judged at the
-end, by everybody.
+in the middle would leave its peers waiting. Trouble is noted in the step (step.py) and judged at
+the end, by everybody.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class Reducer:
     # --- backward: begin -----------------------------------------------------------------------
 
     def on_output(self, leads_to_parameters: bool) -> None:
-        """A backward has reached an output: the step begins, unless it wants no gradient of ours."""
+        """A backward has reached an output: the step begins, if it wants gradients of ours."""
         with self._lock:
             if self.phase is Phase.REDUCING:
                 return
@@ -560,9 +561,12 @@ class Reducer:
         rank = self.transport.rank
         error = AutogradGradError(
             f"Rank {rank}: torch.autograd.grad was asked for gradients of parameters that "
-            "DistributedDataParallel reduces. It hands them out before they can be reduced, so every "
-            "rank would get its own. Call loss.backward() and read parameter.grad; or run the forward "
-            "under `with ddp.no_sync():`, or through ddp.module, if local gradients are what you want.",
+            "DistributedDataParallel reduces. It hands them out before they can be reduced, so "
+            "every "
+            "rank would get its own. Call loss.backward() and read parameter.grad; or run the "
+            "forward "
+            "under `with ddp.no_sync():`, or through ddp.module, if local gradients are what "
+            "you want.",
             rank=rank,
         )
         self.on_error(error)

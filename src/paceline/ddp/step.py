@@ -1,4 +1,4 @@
-"""What is known about the step that is under way: made when a backward begins, dropped at its end."""
+"""What is known about the step under way: made when a backward begins, dropped at its end."""
 
 from __future__ import annotations
 

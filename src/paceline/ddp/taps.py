@@ -62,8 +62,8 @@ def tap_outputs(
 ) -> None:
     """Tell the listener when a backward reaches one of these outputs.
 
-    It is also told whether parameters hang on the output at all; that cannot be asked later, because
-    a hook that kept its node would keep the whole graph alive.
+    It is also told whether parameters hang on the output at all; that cannot be asked later,
+    because a hook that kept its node would keep the whole graph alive.
     """
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if not nodes:

@@ -1,8 +1,8 @@
 """Names of torch's class that torch's own code, its tests and real programs call.
 
-The base of the wrapper. What torch's class does well without its C++ reducer is inherited (``scatter``,
-``gather``, ``to_kwargs``, ``train``, ignore lists, the parameter listing); what it does through that
-reducer is defined here on top of ours.
+The base of the wrapper. What torch's class does well without its C++ reducer is inherited
+(``scatter``, ``gather``, ``to_kwargs``, ``train``, ignore lists, the parameter listing); what it
+does through that reducer is defined here on top of ours.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _NOT_PICKLED = (
 class TorchSurface(TorchDDP):
     """torch's private names, on Paceline's parts."""
 
-    reducer: Reducer | None
+    reducer: Reducer | None  # type: ignore[assignment]
     logger: LoggingData
-    _buffer_sync: BufferSync  # type: ignore[assignment]
+    _buffer_sync: BufferSync
     _settings: Settings
     _delayed: DelayedReduction | None
 
@@ -133,7 +133,8 @@ class TorchSurface(TorchDDP):
         if dist.is_initialized() and self.process_group == default_group():
             return
         raise PickleError(
-            "A DistributedDataParallel can be pickled only while it uses the default process group, "
+            "A DistributedDataParallel can be pickled only while it uses the default process "
+            "group, "
             "because groups cannot be. Save ddp.module.state_dict() instead."
         )
 
@@ -216,7 +217,8 @@ class TorchSurface(TorchDDP):
         if self._forwards:
             error = TooLateError(
                 "_set_static_graph() should be called before training loop starts, but "
-                f"{self._forwards} forward passes have run. Pass static_graph=True to the constructor."
+                f"{self._forwards} forward passes have run. Pass static_graph=True to the "
+                f"constructor."
             )
             self.logger.set_error(error)
             raise error

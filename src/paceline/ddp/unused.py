@@ -49,7 +49,7 @@ def first_reached(nodes: Iterable[Any]) -> Reach:
 
 
 def is_in_graph(outputs: Sequence[Any], wanted: Set[Any]) -> bool:
-    """Say whether some node of ``wanted`` hangs on the graph below ``outputs``; stops at the first."""
+    """Say whether some node of ``wanted`` hangs below ``outputs``; stops at the first."""
     seen: set[Any] = set()
     stack = list(outputs)
     while stack:
@@ -64,7 +64,7 @@ def is_in_graph(outputs: Sequence[Any], wanted: Set[Any]) -> bool:
 
 
 def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a module's output: containers, dataclasses and owned RRefs are searched."""
+    """Yield the tensors in an output; containers, dataclasses and owned RRefs are searched."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,7 +1,8 @@
 """The weighted mean: sum of n_r g_r over sum of n_r.
 
-The first sum is what the reduction computes, once gradients are multiplied with n_r on their way in. The
-n_r themselves come with the control block, so the division is the last thing that happens to a step.
+The first sum is what the reduction computes, once gradients are multiplied with n_r on their way
+in. The n_r themselves come with the control block, so the division is the last thing that happens
+to a step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from paceline.ddp.control import ControlBlock
 class WeightedMean:
     """Remembers the scale of the weights from step to step.
 
-    Gradients are multiplied with n_r / unit. The unit is the power of two next to the mean weight of
-    the previous weighted step, the same on all ranks: it keeps float16 in range and, being a power of
-    two, changes no bit of the result otherwise.
+    Gradients are multiplied with n_r / unit. The unit is the power of two next to the mean weight
+    of the previous weighted step, the same on all ranks: it keeps float16 in range and, being a
+    power of two, changes no bit of the result otherwise.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """``DistributedDataParallel``: the module that users wrap their model in.
 
-A shell: it checks arguments, owns the parts (reducer, buffers, precision, delayed parameters), and runs
-a forward through them. Names that only torch's own code and tests call are in
+A shell: it checks arguments, owns the parts (reducer, buffers, precision, delayed parameters),
+and runs a forward through them. Names that only torch's own code and tests call are in
 :mod:`paceline.ddp.torch_surface`. Start reading here, then :mod:`paceline.ddp.reducer`.
 """
 
@@ -49,18 +49,21 @@ from paceline.transport import C10dTransport
 class DistributedDataParallel(TorchSurface):
     """Train one model on many ranks: every rank computes on its own data, gradients are averaged.
 
-    Takes torch 2.13's arguments, in torch's order; see torch's documentation for them. What differs:
+    Takes torch 2.13's arguments, in torch's order; see torch's documentation for them. What
+    differs:
 
     Args:
-        gradient_as_bucket_view: None (the default): gradients are views of the communication buckets,
+        gradient_as_bucket_view: None (the default): gradients are views of the communication
+        buckets,
             and one that you still hold from an earlier step never changes under you. True and False
             do what torch does.
         nonfinite: ``"ignore"``; ``"raise"``: a NaN or infinity in any rank's gradients raises
-            NonFiniteGradientError on every rank, naming rank and parameter; ``"skip"``: such a step's
-            gradients become zero on every rank, and ``skipped_steps`` counts it.
-        missing_gradients: ``"raise"``: a backward that leaves parameters without a gradient raises at
-            its end, on every rank, with names. ``"wait"``: torch's timing, for code that runs several
-            backward passes of which each brings some gradients.
+            NonFiniteGradientError on every rank, naming rank and parameter; ``"skip"``: such a
+            step's gradients become zero on every rank, and ``skipped_steps`` counts it.
+        missing_gradients: ``"raise"``: a backward that leaves parameters without a gradient
+        raises at
+            its end, on every rank, with names. ``"wait"``: torch's timing, for code that runs
+            several backward passes of which each brings some gradients.
 
     Example::
 
@@ -102,8 +105,8 @@ class DistributedDataParallel(TorchSurface):
         nonfinite: str = "ignore",
         missing_gradients: str = "raise",
     ) -> None:
-        # Not super().__init__(): torch's class would build its own reducer. We are a subclass so that
-        # isinstance checks, in torch and elsewhere, hold (docs/decisions/0001).
+        # Not super().__init__(): torch's class would build its own reducer. We are a subclass so
+        # that isinstance checks, in torch and elsewhere, hold (docs/decisions/0001).
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.logger = LoggingData()
@@ -240,7 +243,8 @@ class DistributedDataParallel(TorchSurface):
         """Run the module; the gradients of its backward will be averaged over all ranks."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self._run_ddp_forward(*inputs, **kwargs)
+            with self._inside_ddp_forward():
+                output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -336,15 +340,17 @@ class DistributedDataParallel(TorchSurface):
     def weighted(self, n: float) -> Iterator[None]:
         """Average this step's gradients with the weight ``n`` of this rank.
 
-        With ``n`` samples (or tokens) behind each rank's mean loss, the result is the mean over all
-        samples, not the mean of the ranks' means. The weights travel inside the buckets. A rank with
-        ``n = 0`` contributes nothing, even if its gradients are NaN. Gradients accumulated under
-        :meth:`no_sync` are weighted together with the backward that reduces them.
+        With ``n`` samples (or tokens) behind each rank's mean loss, the result is the mean over
+        all samples, not the mean of the ranks' means. The weights travel inside the buckets. A
+        rank with ``n = 0`` contributes nothing, even if its gradients are NaN. Gradients
+        accumulated under :meth:`no_sync` are weighted together with the backward that reduces
+        them.
         """
         weight = float(n)
         if not 0.0 <= weight < float("inf"):
             raise ConfigurationError(
-                f"weighted({n}) on rank {self._transport.rank}: a weight is a finite number that is "
+                f"weighted({n}) on rank {self._transport.rank}: a weight is a finite number "
+                f"that is "
                 "not negative, usually the number of samples or tokens in the batch."
             )
         reducer = self._require_reducer("weighted()")
@@ -385,7 +391,8 @@ class DistributedDataParallel(TorchSurface):
         reducer = self._require_reducer("register_comm_hook()")
         if reducer.flight.hook is not None:
             raise HookAlreadyRegisteredError(
-                f"The communication hook {reducer.flight.hook.name} is registered already, so {hook.name} "
+                f"The communication hook {reducer.flight.hook.name} is registered already, so "
+                f"{hook.name} "
                 "cannot be: a wrapper has one hook. To combine two, write a hook that calls both."
             )
         reducer.flight.hook = hook
@@ -400,7 +407,8 @@ class DistributedDataParallel(TorchSurface):
         """Return a context for uneven inputs: ranks that run out early keep the others company.
 
         Args:
-            divide_by_initial_world_size: Divide gradients by the world size throughout; otherwise by
+            divide_by_initial_world_size: Divide gradients by the world size throughout; otherwise
+            by
                 the number of ranks that still have inputs.
             enable: False turns the context off, for inputs known to be even.
             throw_on_early_termination: Raise on every rank as soon as one runs out of inputs.

@@ -10,7 +10,7 @@
 [3, 3]
 """
 
-from paceline.testing.failures import RankFailure, RanksFailedError
+from paceline.testing.failures import ForkServerError, RankFailure, RanksFailedError
 from paceline.testing.ranks import run_ranks, warm_up
 
-__all__ = ["RankFailure", "RanksFailedError", "run_ranks", "warm_up"]
+__all__ = ["ForkServerError", "RankFailure", "RanksFailedError", "run_ranks", "warm_up"]

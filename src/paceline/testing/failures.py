@@ -49,6 +49,10 @@ class RankFailure:
         return f"{head}\n{body}" if body else head
 
 
+class ForkServerError(PacelineError, RuntimeError):
+    """The process that ranks are forked from ended before it could start one."""
+
+
 class RanksFailedError(PacelineError, RuntimeError):
     """At least one rank of ``run_ranks`` raised, died, or was not done in time.
 

@@ -155,6 +155,11 @@ def _init_group(spec: RankSpec, backend: str) -> None:
         world_size=spec.world,
         timeout=datetime.timedelta(seconds=spec.timeout_s),
     )
+    # No rank runs fn before all are connected: one that fails at once would take down the set-up of
+    # its peers, and they would report that instead of what they do. Over the store and not by a
+    # barrier, because then the same could happen to the barrier.
+    store.set(f"connected/{spec.rank}", "")
+    store.wait([f"connected/{rank}" for rank in range(spec.world)])
 
 
 def _send(pipe: Connection, report: Returned | Raised) -> None:

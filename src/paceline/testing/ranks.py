@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigurationError
+from paceline.testing.failures import ForkServerError
 from paceline.testing.payload import pack_call, unpack
 from paceline.testing.rank_process import RankSpec, WarningFilter, rank_main
 from paceline.testing.supervise import RankHandle, supervise
@@ -124,6 +125,11 @@ def _started(specs: list[RankSpec]) -> Iterator[list[RankHandle]]:
                 handles.append(RankHandle(spec.rank, process, pipe, spec.notes))
                 try:
                     process.start()
+                except EOFError as error:
+                    raise ForkServerError(
+                        f"rank {spec.rank} could not be started: the fork server has ended, "
+                        "probably because an import in it failed; its stderr says why"
+                    ) from error
                 finally:
                     far_end.close()
         yield handles

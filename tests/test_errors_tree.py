@@ -1,0 +1,90 @@
+"""The exception tree: public names, what each refines, and that programs can read and send them."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import re
+
+import pytest
+
+import paceline
+from paceline import errors
+
+# Name: (parent in our tree, the builtin it refines as well). From the docstring of errors.py.
+TREE = {
+    "ConfigurationError": ("PacelineError", "ValueError"),
+    "UntrainableModuleError": ("ConfigurationError", "RuntimeError"),
+    "MeshError": ("ConfigurationError", "RuntimeError"),
+    "TooLateError": ("ConfigurationError", "RuntimeError"),
+    "GroupNotReadyError": ("PacelineError", "ValueError"),
+    "PickleError": ("PacelineError", "RuntimeError"),
+    "ModelMismatchError": ("PacelineError", "RuntimeError"),
+    "ParametersChangedError": ("PacelineError", "RuntimeError"),
+    "StepError": ("PacelineError", "RuntimeError"),
+    "UnusedParametersError": ("StepError", "RuntimeError"),
+    "GraphChangedError": ("StepError", "RuntimeError"),
+    "ReadyTwiceError": ("StepError", "RuntimeError"),
+    "NonFiniteGradientError": ("StepError", "ArithmeticError"),
+    "GradientMismatchError": ("StepError", "RuntimeError"),
+    "HookResultError": ("StepError", "TypeError"),
+    "AutogradGradError": ("StepError", "RuntimeError"),
+    "PeerFailedError": ("StepError", "RuntimeError"),
+    "DesynchronizedError": ("StepError", "RuntimeError"),
+    "CollectiveError": ("StepError", "RuntimeError"),
+    "HookSignatureError": ("PacelineError", "ValueError"),
+    "HookNotCallableError": ("PacelineError", "TypeError"),
+    "HookAlreadyRegisteredError": ("PacelineError", "RuntimeError"),
+}
+
+
+def defined() -> dict[str, type[errors.PacelineError]]:
+    return {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.PacelineError)
+    }
+
+
+def test_names_are_these_and_no_others() -> None:
+    assert set(defined()) == {"PacelineError", *TREE}
+
+
+@pytest.mark.parametrize("name", sorted(TREE))
+def test_derives_from_its_parent_and_its_builtin(name: str) -> None:
+    parent, builtin = TREE[name]
+    error = getattr(errors, name)
+    assert issubclass(error, getattr(errors, parent))
+    assert issubclass(error, getattr(builtins, builtin))
+    assert getattr(errors, parent) in error.__bases__
+
+
+@pytest.mark.parametrize("name", ["PacelineError", *sorted(TREE)])
+def test_is_public(name: str) -> None:
+    assert getattr(paceline, name) is getattr(errors, name)
+    assert name in paceline.__all__
+
+
+@pytest.mark.parametrize("name", ["PacelineError", *sorted(TREE)])
+def test_carries_its_facts_also_through_pickle(name: str) -> None:
+    error = getattr(errors, name)("what", rank=3, parameters=["a", "b"], operation="sum")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert type(one) is type(error)
+        assert str(one) == "what"
+        assert (one.rank, one.parameters, one.operation) == (3, ("a", "b"), "sum")
+
+
+def test_docstring_draws_this_tree() -> None:
+    """One line per class; children are indented below their parent."""
+    drawn: dict[str, tuple[str, str | None]] = {}
+    path: list[str] = ["PacelineError"]
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"^([│├└─ ]+)(\w+Error)(?: \((\w+)\))?", line):
+            depth = len(match[1]) // 4
+            path[depth:] = [match[2]]
+            drawn[match[2]] = (path[depth - 1], match[3])
+    assert set(drawn) == set(TREE)
+    for name, (parent, builtin) in drawn.items():
+        assert parent == TREE[name][0]
+        if builtin is not None:
+            assert builtin == TREE[name][1]
