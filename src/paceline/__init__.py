@@ -3,7 +3,11 @@
 Start with ``from paceline import DistributedDataParallel as DDP``.
 """
 
-from paceline.ddp import DistributedDataParallel
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from paceline.errors import (
     AutogradGradError,
     CollectiveError,
@@ -30,6 +34,9 @@ from paceline.errors import (
     UnusedParametersError,
 )
 from paceline.observe import BucketStats, DDPStats
+
+if TYPE_CHECKING:
+    from paceline.ddp import DistributedDataParallel
 
 __all__ = [
     "AutogradGradError",
@@ -59,3 +66,14 @@ __all__ = [
     "UntrainableModuleError",
     "UnusedParametersError",
 ]
+
+# torch takes seconds to import, and `paceline --help` does not need it.
+_IMPORTED_ON_USE = {"DistributedDataParallel": "paceline.ddp"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _IMPORTED_ON_USE:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
+    globals()[name] = value
+    return value

@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +19,6 @@ from torch._utils import _get_device_index
 from torch.autograd import Variable
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
-from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
@@ -147,8 +147,14 @@ def current_context_id() -> int | None:
 
 
 def optimizer_hook_handles(parameter: torch.Tensor) -> list[Any]:
-    """The hooks with which ``_apply_optimizer_in_backward`` would step this parameter."""
-    return list(param_to_optim_hook_handle_map.get(parameter, []))
+    """The hooks with which ``_apply_optimizer_in_backward`` would step this parameter.
+
+    Its module takes a second to import; whoever has used it has imported it.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if module is None:
+        return []
+    return list(module.param_to_optim_hook_handle_map.get(parameter, []))
 
 
 def default_group() -> dist.ProcessGroup:

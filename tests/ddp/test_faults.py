@@ -57,6 +57,11 @@ class FailingLoss(torch.autograd.Function):
         raise Boom
 
 
+def run_faulty(ranks: int, run: Callable[[], Any]) -> list[Any]:
+    """Give up early: what hangs here hangs for ever."""
+    return run_ranks(ranks, run, timeout_s=20)
+
+
 def batch(rank: int, requires_grad: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(3, 4, generator=generator).requires_grad_(requires_grad)
@@ -129,7 +134,7 @@ class TestBackwardRaises:
             error = step_with_fault(ddp, where, (1,), Boom())
             return error, [good_step(ddp) for _ in range(3)]
 
-        results = run_ranks(3, run)
+        results = run_faulty(3, run)
         assert isinstance(results[1][0], Boom)
         for rank in (0, 2):
             error = results[rank][0]
@@ -158,7 +163,7 @@ class TestBackwardRaises:
             error = step_with_fault(ddp, "middle.weight", (0,), Boom())
             return error, good_step(ddp)
 
-        (boom, first), (peer, second) = run_ranks(2, run)
+        (boom, first), (peer, second) = run_faulty(2, run)
         assert isinstance(boom, Boom)
         assert isinstance(peer, PeerFailedError)
         assert peer.rank == 0
@@ -180,7 +185,7 @@ class TestBackwardRaises:
             error = step_with_fault(ddp, "middle.weight", (1,), Boom())
             return error, good_step(ddp)
 
-        (peer, first), (boom, second) = run_ranks(2, run)
+        (peer, first), (boom, second) = run_faulty(2, run)
         assert isinstance(boom, Boom)
         assert isinstance(peer, PeerFailedError)
         for found in (first, second):
@@ -192,7 +197,7 @@ class TestBackwardRaises:
             error = step_with_fault(ddp, "middle.weight", (0, 1), Boom())
             return error, good_step(ddp)
 
-        for error, found in run_ranks(2, run):
+        for error, found in run_faulty(2, run):
             assert isinstance(error, Boom)
             torch.testing.assert_close(found, expected(2))
 
@@ -203,7 +208,7 @@ class TestBackwardRaises:
             error = step_with_fault(ddp, where, (0, 1), Boom())
             return error, good_step(ddp)
 
-        for error, found in run_ranks(2, run):
+        for error, found in run_faulty(2, run):
             assert isinstance(error, Boom)
             torch.testing.assert_close(found, expected(2))
 
@@ -216,7 +221,7 @@ class TestBackwardRaises:
                 ddp.zero_grad()
             return errors, good_step(ddp)
 
-        (peers, first), (booms, second) = run_ranks(2, run)
+        (peers, first), (booms, second) = run_faulty(2, run)
         assert [type(error) for error in booms] == [Boom, Boom]
         assert [type(error) for error in peers] == [PeerFailedError, PeerFailedError]
         for found in (first, second):
@@ -237,7 +242,7 @@ class TestBackwardRaises:
             error = caught(lambda: ddp(x).square().sum().backward())
             return error, good_step(ddp)
 
-        (peer, first), (boom, second) = run_ranks(2, run)
+        (peer, first), (boom, second) = run_faulty(2, run)
         assert isinstance(boom, Boom)
         assert peer is None or isinstance(peer, PeerFailedError)
         for found in (first, second):
@@ -249,7 +254,7 @@ class TestBackwardRaises:
             error = caught(lambda: FailingLoss.apply(ddp(batch(0))).backward())
             return error, good_step(ddp)
 
-        for error, found in run_ranks(2, run):
+        for error, found in run_faulty(2, run):
             assert isinstance(error, Boom)
             torch.testing.assert_close(found, expected(2))
 
@@ -263,7 +268,7 @@ class TestBackwardRaises:
                 assert isinstance(error, Boom)
             return [good_step(ddp) for _ in range(2)]
 
-        for steps in run_ranks(2, run):
+        for steps in run_faulty(2, run):
             for found in steps:
                 torch.testing.assert_close(found, expected(2))
 
@@ -276,7 +281,7 @@ class TestBackwardRaises:
                 error = step_with_fault(ddp, "middle.weight", (1,), Boom())
             return error, good_step(ddp)
 
-        (fine, first), (boom, second) = run_ranks(2, run)
+        (fine, first), (boom, second) = run_faulty(2, run)
         assert fine is None
         assert isinstance(boom, Boom)
         for found in (first, second):
@@ -297,7 +302,7 @@ class TestForwardRaises:
                 assert isinstance(caught(lambda: ddp(batch(1))), Boom)
             return [good_step(ddp) for _ in range(2)]
 
-        for steps in run_ranks(2, run):
+        for steps in run_faulty(2, run):
             for found in steps:
                 torch.testing.assert_close(found, expected(2))
 
@@ -313,7 +318,7 @@ class TestForwardRaises:
             assert isinstance(caught(lambda: ddp(batch(0))), Boom)
             return good_step(ddp)
 
-        for found in run_ranks(2, run):
+        for found in run_faulty(2, run):
             torch.testing.assert_close(found, expected(2, norm=True))
 
 
@@ -329,7 +334,7 @@ class TestInterrupts:
             error = step_with_fault(ddp, "middle.weight", (1,), kind())
             return error, good_step(ddp)
 
-        (peer, first), (interrupt, second) = run_ranks(2, run)
+        (peer, first), (interrupt, second) = run_faulty(2, run)
         assert isinstance(interrupt, kind)
         assert isinstance(peer, PeerFailedError)
         assert peer.rank == 1
@@ -358,7 +363,7 @@ class TestInterrupts:
             assert not interrupts
             return error, good_step(ddp)
 
-        for error, found in run_ranks(2, run):
+        for error, found in run_faulty(2, run):
             assert isinstance(error, (KeyboardInterrupt, HookResultError))
             torch.testing.assert_close(found, expected(2))
 

@@ -103,20 +103,18 @@ def test_old_average_stays_while_unused_without_zero_grad(views: bool | None) ->
 
 
 def test_all_parameters_unused_on_one_rank() -> None:
-    """That rank's loss hangs on its input alone; torch's rank would do the same."""
+    """Its loss hangs on its input alone. torch's DDP leaves such a rank without the average."""
 
     def on_rank() -> None:
-        ours, theirs = pair(branches(), **UNUSED)
+        ddp = DDP(branches(), **UNUSED)
         uses = ["ab", ""]
         for step in range(3):
+            ddp.zero_grad()
             names = uses[(dist.get_rank() + step) % 2]
-            for model in (ours, theirs):
-                model.zero_grad()
-                model(batch(step).requires_grad_(), names).mean().backward()
-            found = gradients(ours)
-            assert_identical(found, gradients(theirs))
+            ddp(batch(step).requires_grad_(), names).mean().backward()
+            found = gradients(ddp)
             expected = reference_gradients(
-                ours, lambda m, rank, s=step: m(batch(s, rank), uses[(rank + s) % 2]).mean()
+                ddp, lambda m, rank, s=step: m(batch(s, rank), uses[(rank + s) % 2]).mean()
             )
             assert_close(found, expected)
             assert found["branches.c.weight"] is None
@@ -190,7 +188,6 @@ def test_skip_all_reduce_unused_params(options: dict[str, bool]) -> None:
             full(batch(step), names).mean().backward()
             assert_identical(found, gradients(full))
             sent.append(ours._get_ddp_logging_data()["num_buckets_reduced"])
-            assert sent[-1] == theirs._get_ddp_logging_data()["num_buckets_reduced"]
             sent_without.append(full._get_ddp_logging_data()["num_buckets_reduced"])
         return sent, sent_without
 

@@ -59,6 +59,11 @@ class Slot:
         self.arrived = 0
         self.had_gradient = False
 
+    def zero(self) -> None:
+        """Clear this slot's part of the bucket."""
+        if self.view is not None:
+            self.view.zero_()
+
 
 class Bucket:
     """The state behind one :class:`BucketSpec`."""

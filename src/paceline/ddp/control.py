@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 
 _HEADER = struct.Struct("<BBId")
-_LATE = struct.Struct("<I")
+_STAMP_BYTES = 4
 _MAX_U32 = (1 << 32) - 1
 
 
@@ -48,19 +48,26 @@ class Flag(enum.IntFlag):
     """A gradient of this rank is not finite (only with nonfinite="skip")."""
 
 
+_PLAIN = Flag.PRESENT.value
+
+
 @dataclass(frozen=True)
 class ControlRow:
     """One rank's row.
 
     ``ready_us`` says for each bucket when it was ready, in microseconds since this rank saw the
     previous step end: an instant that all ranks share to within one collective, so that no clocks
-    need to be compared.
+    need to be compared. It is empty in a row that was read: see :meth:`ControlBlock.last_rank`.
     """
 
-    flags: Flag
+    flags: int
     step: int
     weight: float
-    ready_us: tuple[int, ...]
+    ready_us: tuple[int, ...] = ()
+
+    def has(self, flag: Flag) -> bool:
+        """Whether this rank raised ``flag``."""
+        return bool(self.flags & flag.value)
 
 
 @dataclass(frozen=True)
@@ -69,22 +76,27 @@ class ControlBlock:
 
     rows: tuple[ControlRow | None, ...]
     used: tuple[int, ...]
+    layout: ControlLayout
+    data: bytes
 
     def present(self) -> list[tuple[int, ControlRow]]:
         """The rows of ranks that take part, with their ranks."""
         return [(rank, row) for rank, row in enumerate(self.rows) if row is not None]
 
+    def is_plain(self) -> bool:
+        """Whether no rank has anything to say, and all are in the same step: the common case."""
+        rows = [row for row in self.rows if row is not None]
+        return all(row.flags == _PLAIN and row.step == rows[0].step for row in rows)
+
     def any(self, flag: Flag) -> bool:
         """Whether some rank raised ``flag``."""
-        return any(row.flags & flag for _, row in self.present())
+        return any(row.has(flag) for _, row in self.present())
 
     def last_rank(self, bucket: int) -> int:
-        """The rank on which a bucket was ready last; -1 when nobody takes part."""
-        late = [
-            (row.ready_us[bucket], rank)
-            for rank, row in self.present()
-            if bucket < len(row.ready_us)
-        ]
+        """The rank on which a bucket was ready last; -1 if nobody can say."""
+        if bucket >= self.layout.buckets:
+            return -1
+        late = [(self.layout.ready_us(self.data, rank)[bucket], rank) for rank, _ in self.present()]
         return max(late)[1] if late else -1
 
 
@@ -99,7 +111,7 @@ class ControlLayout:
     @property
     def row_bytes(self) -> int:
         """Bytes in one rank's row."""
-        return _HEADER.size + _LATE.size * self.buckets
+        return _HEADER.size + _STAMP_BYTES * self.buckets
 
     @property
     def numel(self) -> int:
@@ -113,9 +125,8 @@ class ControlLayout:
         data = bytearray(self.numel)
         start = rank * self.row_bytes
         _HEADER.pack_into(data, start, row.flags, 0, row.step & _MAX_U32, row.weight)
-        for number, late in enumerate(row.ready_us):
-            place = start + _HEADER.size + number * _LATE.size
-            _LATE.pack_into(data, place, max(0, min(late, _MAX_U32)))
+        late = [max(0, min(stamp, _MAX_U32)) for stamp in row.ready_us]
+        struct.pack_into(f"<{len(late)}I", data, start + _HEADER.size, *late)
         if used:
             data[self.world * self.row_bytes :] = bytes(used)
         tail.copy_(torch.frombuffer(data, dtype=torch.uint8))
@@ -126,13 +137,14 @@ class ControlLayout:
         values: list[int] = numbers.to("cpu", torch.int64).tolist()
         end = self.world * self.row_bytes
         data = bytes(values[:end])
-        rows = [self._row(data, rank) for rank in range(self.world)]
-        return ControlBlock(tuple(rows), tuple(values[end:]))
+        rows = [self._row(data, rank * self.row_bytes) for rank in range(self.world)]
+        return ControlBlock(tuple(rows), tuple(values[end:]), self, data)
 
-    def _row(self, data: bytes, rank: int) -> ControlRow | None:
-        start = rank * self.row_bytes
+    def _row(self, data: bytes, start: int) -> ControlRow | None:
         flags, _, step, weight = _HEADER.unpack_from(data, start)
-        if not flags & Flag.PRESENT:
-            return None
-        late = struct.unpack_from(f"<{self.buckets}I", data, start + _HEADER.size)
-        return ControlRow(Flag(flags), step, weight, late)
+        return ControlRow(flags, step, weight) if flags else None
+
+    def ready_us(self, data: bytes, rank: int) -> tuple[int, ...]:
+        """Decode when a rank's buckets were ready; only statistics want to know."""
+        start = rank * self.row_bytes + _HEADER.size
+        return struct.unpack_from(f"<{self.buckets}I", data, start)

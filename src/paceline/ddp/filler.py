@@ -36,14 +36,14 @@ class Filler:
     def take(self, step: Step, slot: Slot) -> bool:
         """A gradient has arrived. Return whether its bucket is now full, and filled."""
         bucket = slot.bucket
-        bucket.pending -= 1
+        pending = bucket.pending = bucket.pending - 1
         if slot.small or bucket.sparse:
             bucket.waiting.append(slot)
-            if bucket.pending and len(bucket.waiting) >= BATCH_SLOTS:
+            if pending and len(bucket.waiting) >= BATCH_SLOTS:
                 self._take_waiting(step, bucket)
         else:
             self._take_large(step, slot)
-        if bucket.pending:
+        if pending:
             return False
         self.fill(step, bucket)
         return True
@@ -123,7 +123,6 @@ class Filler:
 def _take_nothing(slots: Sequence[Slot]) -> list[Slot]:
     """A weight of zero: the gradient is not even read, for it may be NaN."""
     for slot in slots:
-        assert slot.view is not None
-        slot.view.zero_()
+        slot.zero()
         slot.had_gradient = slot.parameter.grad is not None
     return list(slots)

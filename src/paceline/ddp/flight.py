@@ -124,13 +124,13 @@ class Flight:
         if step.joined:
             tail.zero_()
             return
-        flags = Flag.PRESENT
+        flags: int = Flag.PRESENT.value
         if step.weight is not None:
-            flags |= Flag.WEIGHTED
+            flags |= Flag.WEIGHTED.value
         if step.failure is not None:
             is_nonfinite = step.failure.kind is FailureKind.NONFINITE
             skips = is_nonfinite and self._policy.nonfinite is NonFinite.SKIP
-            flags |= Flag.NONFINITE if skips else Flag.FAILED
+            flags |= (Flag.NONFINITE if skips else Flag.FAILED).value
         origin = self._clock.step_ended or self._clock.backward_began
         ready = tuple((stamp - origin) // 1000 for stamp in self._clock.ready)
         row = ControlRow(flags, step.number, step.weight or 0.0, ready)

@@ -11,6 +11,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -51,30 +52,27 @@ class LocalHome:
 
     def collect(self, slots: Sequence[Slot]) -> list[Slot]:
         """Copy what is not in its view yet; give out views where that is allowed."""
+        moved: list[Slot] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        becoming_views: list[Slot] = []
-        unsettled: list[Slot] = []
+        empty: list[Slot] = []
         for slot in slots:
             view, gradient = slot.view, slot.parameter.grad
-            assert view is not None
+            if gradient is None or view is None:
+                empty.append(slot)
+            elif gradient is not view:
+                moved.append(slot)
+                targets.append(view)
+                sources.append(gradient)
             slot.had_gradient = gradient is not None
-            if gradient is view:
-                continue
-            if gradient is None:
-                view.zero_()
-                unsettled.append(slot)
-                continue
-            targets.append(view)
-            sources.append(gradient)
-            if self._may_become_view(gradient):
-                becoming_views.append(slot)
-            else:
-                unsettled.append(slot)
         _copy_all(targets, sources)
-        for slot in becoming_views:
-            slot.parameter.grad = slot.view
-        return unsettled
+        for slot in empty:
+            slot.zero()
+        if not self._gives_views or any(map(_requires_grad, sources)):
+            return empty + moved
+        for slot, view in zip(moved, targets, strict=True):
+            slot.parameter.grad = view
+        return empty
 
     def collect_scaled(self, slot: Slot, factor: float) -> bool:
         """Copy and scale in one pass: large gradients are read and written once."""
@@ -170,6 +168,9 @@ class ContextHome:
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         return context_gradients(self._context_id)
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

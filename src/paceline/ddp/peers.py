@@ -54,6 +54,8 @@ class Peers:
         Raises:
             StepError: If the step failed on some rank; the same error on every rank.
         """
+        if block.is_plain():
+            return Verdict.APPLY
         self._check_steps(block)
         self._check_weights(block)
         if block.any(Flag.FAILED):
@@ -85,9 +87,9 @@ class Peers:
             )
 
     def _check_weights(self, block: ControlBlock) -> None:
-        weighted = [rank for rank, row in block.present() if row.flags & Flag.WEIGHTED]
+        weighted = [rank for rank, row in block.present() if row.has(Flag.WEIGHTED)]
         if weighted and len(weighted) != len(block.present()):
-            plain = [rank for rank, row in block.present() if not row.flags & Flag.WEIGHTED]
+            plain = [rank for rank, row in block.present() if not row.has(Flag.WEIGHTED)]
             raise DesynchronizedError(
                 f"Ranks {weighted} ran this backward inside `ddp.weighted(n)`, ranks {plain} "
                 f"did not, "

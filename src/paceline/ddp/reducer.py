@@ -249,13 +249,13 @@ class Reducer:
                 if step is None:
                     return
             slot = self.slots[index]
-            slot.arrived += 1
+            arrived = slot.arrived = slot.arrived + 1
             if self._arrivals is not None:
                 self._arrivals.append(index)
-            if slot.arrived == slot.expected:
+            if arrived == slot.expected:
                 if self.filler.take(step, slot):
                     self._start_full(step)
-            elif slot.arrived > slot.expected:
+            elif arrived > slot.expected:
                 self._note_unexpected(step, slot)
 
     def _begin_at_gradient(self, index: int) -> Step | None:
