@@ -122,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a further wrapper to run beside the others; may be repeated",
     )
     parser.add_argument(
+        "--system-malloc",
+        action="store_true",
+        help="leave glibc's malloc as it is; page faults then come by luck (see malloc.py)",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a ratio to torch is above its target"
     )
     return parser
@@ -145,7 +150,8 @@ def _measure(
     args: argparse.Namespace, workload: str, ranks: int, variants: tuple[Variant, ...]
 ) -> Result:
     steps = args.steps or WORKLOADS[workload].steps
-    schedule = Schedule(workload, variants, args.rounds, steps)
+    steady = not args.system_malloc
+    schedule = Schedule(workload, variants, args.rounds, steps, is_malloc_steady=steady)
     bar = RoundBar(f"{workload}, {ranks} ranks", args.rounds)
     per_rank = run_ranks(ranks, run_rank, schedule, bar, timeout_s=args.timeout)
     return Result(workload, ranks, mean_over_ranks(per_rank))

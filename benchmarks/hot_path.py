@@ -1,7 +1,7 @@
-"""Microseconds per gradient: what a wrapper adds to 300 x Linear(32), divided by its 600 parameters.
+"""Microseconds per gradient: what a wrapper adds to 300 x Linear(32), over its 600 parameters.
 
-``python -m benchmarks.hot_path --help``. On one rank nothing travels, so what is left is bookkeeping;
-on two, communication comes on top. ``--profile`` shows where Paceline's part of it goes.
+``python -m benchmarks.hot_path --help``. On one rank nothing travels, so what is left is
+bookkeeping; on two, communication comes on top. ``--profile`` shows where Paceline's part goes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Result:
 
 
 def _median_ms(block: Sequence[Cost], clock: str) -> float:
-    return median(getattr(cost, clock) for cost in block)
+    return median([getattr(cost, clock) for cost in block])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import workloads
+from benchmarks import malloc, workloads
 from benchmarks.progress import RoundBar
 from benchmarks.variants import LOCAL, Variant
 
@@ -52,6 +52,7 @@ class Schedule:
         steps: Steps of each variant in a round.
         warm_up: Steps of each variant before; torch and Paceline rebuild buckets in the second.
         are_all_reduced: All variants but `local` reduce gradients, so they must agree: checked.
+        is_malloc_steady: Take the luck out of page faults (:mod:`benchmarks.malloc`).
     """
 
     workload: str
@@ -60,6 +61,7 @@ class Schedule:
     steps: int
     warm_up: int = 4
     are_all_reduced: bool = True
+    is_malloc_steady: bool = True
 
 
 class Stopwatch:
@@ -104,6 +106,8 @@ def time_backward(model: nn.Module, batch: torch.Tensor) -> Cost:
 
 def run_rank(schedule: Schedule, bar: RoundBar, step: Step = time_step) -> Samples:
     """Run a schedule; called on every rank."""
+    if schedule.is_malloc_steady:
+        malloc.keep_memory()
     models = build_models(schedule)
     batch = workloads.batch(schedule.workload, seed=dist.get_rank())
     for model in models.values():

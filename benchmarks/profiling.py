@@ -27,7 +27,7 @@ SHOWN = 30
 
 @dataclass(frozen=True)
 class Line:
-    """One function: calls per step, and microseconds per parameter in itself and in all it calls."""
+    """One function: calls a step; microseconds per parameter in itself and in all it calls."""
 
     function: str
     calls: float

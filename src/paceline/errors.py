@@ -1,26 +1,28 @@
 """The whole exception tree. Every module raises from here; this module imports nothing.
 
-PacelineError ├── ConfigurationError (ValueError)          an argument or a combination of
-arguments is wrong │   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet
-initialised │   ├── MeshError (RuntimeError)             a device mesh that does not fit │   └──
-TooLateError (RuntimeError)          a setting that must come before training ├──
-GroupNotReadyError (ValueError)          there is no process group to reduce over ├── PickleError
-(RuntimeError)               this wrapper cannot be pickled, and why ├── ModelMismatchError
-(RuntimeError)        ranks hold different models, or cut buckets differently ├──
-ParametersChangedError (RuntimeError)    the module gained parameters after it was wrapped ├──
-StepError (RuntimeError)                 one step failed; every rank raises, the wrapper stays
-usable │   ├── UnusedParametersError                a backward ended and gradients were missing │
-├── GraphChangedError                    static_graph was promised and not kept │   ├──
-ReadyTwiceError                      a gradient arrived twice in one backward │   ├──
-NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise" │   ├──
-GradientMismatchError                a gradient's dtype or layout is not the bucket's │   ├──
-HookResultError (TypeError)          a communication hook raised or returned the wrong thing │ ├──
-AutogradGradError                    torch.autograd.grad took gradients that should be reduced │
-├── PeerFailedError                      another rank's backward raised before it was done │ ├──
-DesynchronizedError                  ranks are in different steps, or weigh differently │ └──
-CollectiveError                      the group could not reduce a bucket ├── HookSignatureError
-(ValueError)          a hook does not take (state, bucket) ├── HookNotCallableError (TypeError)
-a hook is no function └── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
+PacelineError
+├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
+│   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+│   ├── MeshError (RuntimeError)             a device mesh that does not fit
+│   └── TooLateError (RuntimeError)          a setting that must come before training
+├── GroupNotReadyError (ValueError)          there is no process group to reduce over
+├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
+├── ModelMismatchError (RuntimeError)        ranks hold different models or buckets
+├── ParametersChangedError (RuntimeError)    the module gained parameters after it was wrapped
+├── StepError (RuntimeError)                 one step failed; the wrapper stays usable
+│   ├── UnusedParametersError                a backward ended and gradients were missing
+│   ├── GraphChangedError                    static_graph was promised and not kept
+│   ├── ReadyTwiceError                      a gradient arrived twice in one backward
+│   ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise"
+│   ├── GradientMismatchError                a gradient's dtype or layout is not the bucket's
+│   ├── HookResultError (TypeError)          a communication hook failed
+│   ├── AutogradGradError                    torch.autograd.grad took gradients away
+│   ├── PeerFailedError                      another rank's backward raised before it was done
+│   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
+│   └── CollectiveError                      the group could not reduce a bucket
+├── HookSignatureError (ValueError)          a hook does not take (state, bucket)
+├── HookNotCallableError (TypeError)         a hook is no function
+└── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
 Rank, parameters and operation are attributes too, for programs.

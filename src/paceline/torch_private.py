@@ -33,6 +33,7 @@ __all__ = [
     "TorchGradBucket",
     "broadcast_coalesced",
     "cast_inputs",
+    "collectives_started",
     "context_gradients",
     "current_context_id",
     "default_group",
@@ -83,6 +84,14 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
         tuple(tensors)
     )
     return context
+
+
+def collectives_started(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has started on a group; 0 if the backend does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0
 
 
 def broadcast_coalesced(

@@ -58,8 +58,7 @@ LEFT_OUT: dict[str, tuple[Reason, str]] = {
     ),
     "test_compute_bucket_assignment_by_size_sparse_error_with_logger": (
         Reason.TORCH_INTERNAL,
-        "hands ddp.logger to torch's C++ bucket assignment, which wants a c10d::Logger; torch "
-        "itself skips it on Linux",
+        "hands ddp.logger to torch's C++, which wants a c10d::Logger; torch skips it on Linux",
     ),
     "test_ddp_hook_pickling_powerSGD": (
         Reason.BROKEN_IN_TORCH,

@@ -1,7 +1,7 @@
 """What the parity tests share: inputs, gradients, and two ways to say 'equal'.
 
-Runs in the ranks. Torch's DDP is the reference where it can do the case; the plain module, trained on
-all ranks' data in one process, is the reference everywhere.
+Runs in the ranks. Torch's DDP is the reference where it can do the case; the plain module, trained
+on all ranks' data in one process, is the reference everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def whole_batch(step: int = 0, *, rows: int = 4, width: int = 4) -> Tensor:
 
 
 def gradients(module: nn.Module) -> Gradients:
-    """Copy all gradients, by the name that the plain module has for them; sparse ones made dense."""
+    """Copy all gradients, by the names of the plain module; sparse ones are made dense."""
     module = module.module if isinstance(module, TorchDDP) else module
     return {name: _copy(p.grad) for name, p in module.named_parameters()}
 

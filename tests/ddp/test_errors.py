@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -538,15 +539,13 @@ class TestHookResults:
 
     @staticmethod
     def run(
-        misbehave: Callable[[Any], Any], *, on_rank: int | None = None, collective: bool = True
+        misbehave: Callable[[Any], Any], *, on_rank: int | None = None
     ) -> list[tuple[Exception | None, Gradients]]:
-        """Let a hook do `misbehave(bucket)`; the others reduce, or do nothing, meanwhile."""
+        """Let a hook do `misbehave(bucket)`; the others reduce meanwhile."""
 
         def hook(bad, bucket):  # type: ignore[no-untyped-def]
             if bad and on_rank in (None, dist.get_rank()):
                 return misbehave(bucket)
-            if bad and not collective:
-                return done(bucket.buffer())
             buffer = bucket.buffer().div_(dist.get_world_size())
             future = dist.all_reduce(buffer, async_op=True).get_future()
             return future.then(lambda work: work.value()[0])
@@ -580,10 +579,16 @@ class TestHookResults:
         self.check(self.run(lambda bucket: done(torch.ones(3))), "3 elements", "bucket 0")
 
     def test_raises(self) -> None:
+        """Before it started a collective: the rank cannot know where its peers are."""
+
         def misbehave(bucket: Any) -> Any:
             raise KeyError("no such state")
 
-        self.check(self.run(misbehave), "KeyError", "no such state", "rank 0", "rank 1")
+        results = self.run(misbehave)
+        self.check(results, "KeyError", "no such state")
+        for rank, (error, _) in enumerate(results):
+            assert error is not None
+            assert mentions(error, f"rank {rank}")
 
     def test_future_raises(self) -> None:
         def misbehave(bucket: Any) -> Any:
@@ -593,15 +598,6 @@ class TestHookResults:
 
         self.check(self.run(misbehave), "too large", "rank 0", "rank 1")
 
-    def test_raises_on_one_rank_without_collective(self) -> None:
-        def misbehave(bucket: Any) -> Any:
-            raise KeyError("only here")
-
-        results = self.run(misbehave, on_rank=1, collective=False)
-        self.check(results, "rank 1", "only here")
-        for error, _ in results:
-            assert error.rank == 1
-
     def test_raises_on_one_rank_after_its_collective(self) -> None:
         def misbehave(bucket: Any) -> Any:
             dist.all_reduce(bucket.buffer())
@@ -610,16 +606,17 @@ class TestHookResults:
         self.check(self.run(misbehave, on_rank=1), "rank 1", "only here")
 
     def test_raises_on_one_rank_before_its_collective(self) -> None:
-        """The peer's hook is in an all-reduce that this rank never enters: both must get out."""
+        """The peer's hook is in an all-reduce that this rank never enters: both get out."""
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]
             if dist.get_rank() == 1:
                 raise KeyError("only here")
-            return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return dist.all_reduce(bucket.buffer(), group=state, async_op=True).get_future()
 
         def run() -> Exception | None:
-            ddp = DDP(Net())
-            ddp.register_comm_hook(None, hook)
+            group = dist.new_group(timeout=timedelta(seconds=3))
+            ddp = DDP(Net(), process_group=group)
+            ddp.register_comm_hook(group, hook)
             return error_of(lambda: ddp(batch(dist.get_rank())).sum().backward())
 
         waiting, failed = run_ranks(2, run, timeout_s=20)

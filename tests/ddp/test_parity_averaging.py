@@ -1,4 +1,4 @@
-"""Gradients are those of one process that sees all ranks' data, in every dtype and memory layout."""
+"""Gradients are those of one process with all ranks' data, in every dtype and memory layout."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_listed_caps() -> None:
 
 
 class Reversed(nn.Module):
-    """Layers that run in the reverse of their definition, so gradients arrive in definition order."""
+    """Layers that run in reverse, so gradients arrive in the order of definition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_one_dtype_per_bucket() -> None:
 
 
 def test_find_unused_keeps_the_first_buckets() -> None:
-    """With find_unused_parameters torch does not rebuild, for the order may change in every step."""
+    """As in torch: the order may change in every step."""
 
     def on_rank() -> None:
         options = {"find_unused_parameters": True, "bucket_cap_mb": 1e-6}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -155,14 +156,10 @@ def test_no_sync() -> None:
 
 
 def test_comm_hook() -> None:
-    def hook(group: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
     def on_rank() -> None:
         ours, theirs = pair(mlp(4))
         for ddp in (ours, theirs):
-            ddp.register_comm_hook(None, hook)
+            ddp.register_comm_hook(None, allreduce_hook)
             train_unevenly(ddp)
         assert_identical(parameters(ours.module), parameters(theirs.module))
 

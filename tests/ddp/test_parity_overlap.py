@@ -85,7 +85,7 @@ def test_stats_show_the_overlap() -> None:
 
 
 def test_a_bucket_waits_for_its_turn() -> None:
-    """A rank whose gradients arrive in another order starts buckets in the common order all the same."""
+    """A rank whose gradients arrive in another order starts buckets in the common order."""
 
     class Choice(nn.Module):
         def __init__(self) -> None:

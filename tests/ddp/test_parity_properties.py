@@ -199,7 +199,9 @@ class Held:
 
     def check(self) -> None:
         for name, held, value in self._kept:
-            assert torch.equal(held.to_dense(), value.to_dense()), f"{name} changed under its holder"
+            assert torch.equal(held.to_dense(), value.to_dense()), (
+                f"{name} changed under its holder"
+            )
 
 
 def assert_strides(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""static_graph: the graph is learnt in the first step; checkpointing, repeated use, unused parts."""
+"""static_graph: the first step teaches the graph; checkpointing, repeated use, unused parts."""
 
 from __future__ import annotations
 
@@ -209,9 +209,7 @@ def test_accumulating_without_zero_grad(views: bool | None) -> None:
         model = Checkpointed(reentrant=True, times=2)
         ours, theirs = pair(model, gradient_as_bucket_view=views, **STATIC)
         for step in range(4):
-            step_both(
-                ours, theirs, lambda m, s=step: m(batch(s)).square().mean(), zero=False
-            )
+            step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean(), zero=False)
 
     run_ranks(2, on_rank)
 

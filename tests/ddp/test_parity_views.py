@@ -16,7 +16,6 @@ from tests.ddp.compare import assert_identical, batch, gradients, pair, step_bot
 from tests.ddp.models import mlp
 
 
-
 class InGraph:
     """Held by nothing but autograd, for a backward that is yet to come."""
 
@@ -185,9 +184,7 @@ def test_accumulation_over_steps(views: bool | None) -> None:
     def on_rank() -> None:
         ours, theirs = pair(mlp(4), gradient_as_bucket_view=views)
         for number in range(4):
-            step_both(
-                ours, theirs, lambda m, n=number: m(batch(n)).square().mean(), zero=False
-            )
+            step_both(ours, theirs, lambda m, n=number: m(batch(n)).square().mean(), zero=False)
 
     run_ranks(2, on_rank)
 

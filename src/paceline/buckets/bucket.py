@@ -31,12 +31,13 @@ class Slot:
     ``view`` is None while the bucket has no memory, and for sparse gradients. ``expected`` says how
     often a gradient arrives in one backward (more than once only in a static graph), ``arrived``
     how often it has. ``had_gradient`` says whether there was one when it was brought in: autograd
-    may also arrive empty-handed.
+    may also arrive empty-handed. A slot knows its bucket only by number: a reference would be a
+    cycle, and keep the memory of a dropped bucket until the garbage collector comes by.
     """
 
     __slots__ = (
         "arrived",
-        "bucket",
+        "bucket_index",
         "expected",
         "had_gradient",
         "index",
@@ -47,12 +48,12 @@ class Slot:
     )
 
     def __init__(
-        self, spec: ParameterSpec, parameter: torch.Tensor, bucket: Bucket, small_bytes: int
+        self, spec: ParameterSpec, parameter: torch.Tensor, bucket_index: int, small_bytes: int
     ) -> None:
         self.spec = spec
         self.index = spec.index
         self.parameter = parameter
-        self.bucket = bucket
+        self.bucket_index = bucket_index
         self.small = spec.nbytes < small_bytes
         self.view: torch.Tensor | None = None
         self.expected = 1
@@ -80,7 +81,9 @@ class Bucket:
         self.index = index
         self.spec = spec
         self.tail_numel = tail_numel
-        self.slots = tuple(Slot(s, parameters[s.index], self, small_bytes) for s in spec.parameters)
+        self.slots = tuple(
+            Slot(s, parameters[s.index], index, small_bytes) for s in spec.parameters
+        )
         self.flat: torch.Tensor | None = None
         self.gradients: torch.Tensor | None = None
         self.tail: torch.Tensor | None = None
@@ -91,7 +94,7 @@ class Bucket:
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._views: list[torch.Tensor] = []
         self._free_view_refs = 0
-        self._free_storage_refs = 0
+        self._free_storage_refs = (0, 0)
         self._small_runs = _runs(self.slots)
 
     @property
@@ -134,7 +137,7 @@ class Bucket:
         """
         if not self._views:
             return False
-        if self._storage_refs() > self._free_storage_refs:
+        if self._storage_refs() != self._free_storage_refs:
             return True
         if max(map(sys.getrefcount, self._views)) <= self._free_view_refs:
             return False
@@ -146,9 +149,10 @@ class Bucket:
         is_grad = slot.parameter.grad is view
         return not is_grad and sys.getrefcount(view) > self._free_view_refs + 1
 
-    def _storage_refs(self) -> int:
+    def _storage_refs(self) -> tuple[int, int]:
+        """Count who refers to the memory: tensors, and users of the storage object itself."""
         assert self.flat is not None
-        return storage_references(self.flat)
+        return storage_references(self.flat), sys.getrefcount(self.flat.untyped_storage())
 
     def scale_small(self, factor: float) -> None:
         """Multiply the slots that were copied in batches, run by run."""

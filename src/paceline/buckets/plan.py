@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from paceline.errors import ConfigurationError
+
 MIB = 1024 * 1024
 DEFAULT_CAP_MB = 25
 FIRST_CAP_BYTES = MIB
@@ -42,7 +44,18 @@ class BucketCaps:
     def from_megabytes(
         cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None
     ) -> BucketCaps:
-        """Translate the constructor's arguments; they may be fractions."""
+        """Translate the constructor's arguments; they may be fractions.
+
+        Raises:
+            ConfigurationError: If a size is negative or no number.
+        """
+        for cap in cap_mb_list or [cap_mb if cap_mb is not None else 0.0]:
+            if not 0.0 <= cap < float("inf"):
+                name = "bucket_cap_mb_list" if cap_mb_list else "bucket_cap_mb"
+                raise ConfigurationError(
+                    f"{name} holds {cap}, which is no size of a bucket. Write mebibytes, not "
+                    f"negative, for example bucket_cap_mb={DEFAULT_CAP_MB}."
+                )
         if cap_mb_list:
             listed = tuple(int(cap * MIB) for cap in cap_mb_list)
             return cls(max(listed), max(listed), listed)

@@ -56,8 +56,7 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     if not isinstance(process_group, dist.ProcessGroup):
         raise ConfigurationError(
             f"process_group is {process_group!r}, which is no process group of this rank. Pass "
-            f"what "
-            "torch.distributed.new_group() returned, only on the ranks that are in it."
+            "what torch.distributed.new_group() returned, only on the ranks that are in it."
         )
     return process_group
 
@@ -106,8 +105,7 @@ def choose_placement(
     if len(types) != 1:
         raise ConfigurationError(
             f"The module's parameters lie on devices of several types: {', '.join(types)}. Move "
-            f"all "
-            "of it to one type, for example module.to('cpu'), before it is wrapped."
+            "all of it to one type, for example module.to('cpu'), before it is wrapped."
         )
     devices = {parameter.device for parameter in parameters}
     device = parameters[0].device

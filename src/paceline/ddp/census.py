@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 
 import torch
 
 from paceline.errors import ParametersChangedError
+
+_requires_grad = attrgetter("requires_grad")
 
 
 class ParameterCensus:
@@ -23,6 +26,11 @@ class ParameterCensus:
         self._module = module
         self._ignored = ignored
         self._managed = {id(parameter) for parameter in managed}
+        self._frozen = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and name not in ignored
+        ]
         self._names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         self._count()
 
@@ -37,7 +45,9 @@ class ParameterCensus:
         return [*map(id, parameters), *map(id, modules)]
 
     def is_unchanged(self) -> bool:
-        """Whether nothing was added, removed or exchanged."""
+        """Whether nothing was added, removed, exchanged or unfrozen."""
+        if any(map(_requires_grad, self._frozen)):
+            return False
         return self._current_ids() == self._ids
 
     def check_again(self, rank: int) -> bool:
@@ -49,18 +59,21 @@ class ParameterCensus:
         Raises:
             ParametersChangedError: If there is something new to train.
         """
+        unfrozen = {id(parameter) for parameter in self._frozen if parameter.requires_grad}
         new = [
             name
             for name, parameter in self._module.named_parameters()
-            if parameter.requires_grad and name not in self._names and name not in self._ignored
+            if parameter.requires_grad
+            and (name not in self._names or id(parameter) in unfrozen)
+            and name not in self._ignored
         ]
         if new:
             raise ParametersChangedError(
-                f"Rank {rank}: the module has parameters that were not there when it was wrapped: "
-                f"{', '.join(new)}. Their gradients would not be averaged, and ranks would drift "
-                "apart. Add parameters first, then wrap the module in a new "
-                "DistributedDataParallel "
-                "(and give the optimizer the new parameters).",
+                f"Rank {rank}: the module has parameters to train that were not there, or were "
+                f"frozen, when it was wrapped: {', '.join(new)}. Their gradients would "
+                "not be averaged, and ranks would drift apart. Add or unfreeze parameters first, "
+                "then wrap the module in a new DistributedDataParallel (and give the optimizer the "
+                "new parameters).",
                 rank=rank,
                 parameters=new,
             )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paceline.buckets import Bucket, GradBucket
 from paceline.errors import HookNotCallableError, HookSignatureError
-from paceline.torch_private import FutureBase, TorchGradBucket
+from paceline.torch_private import FutureBase, TorchGradBucket, collectives_started
 from paceline.types import CommHook
 
 EXAMPLE = "def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
@@ -28,22 +28,31 @@ class RegisteredHook:
     hook: CommHook
     state: Any
     name: str
+    group: dist.ProcessGroup
 
-    def run(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[torch.Tensor]:
-        """Start the hook on a bucket and return the future of its result.
-
-        Raises:
-            TypeError: If the hook returns no future.
-        """
+    def run(self, bucket: Bucket, *, is_last: bool) -> Any:
+        """Start the hook on a bucket and return what it returns."""
         source = bucket.sparse_gradient if bucket.sparse else bucket.gradients
         assert source is not None
-        future = self.hook(self.state, GradBucket(bucket, source, is_last=is_last))
-        if not isinstance(future, FutureBase):
-            raise TypeError(
-                f"hook {self.name} returned {type(future).__name__} instead of a "
-                "torch.futures.Future"
-            )
-        return future
+        return self.hook(self.state, GradBucket(bucket, source, is_last=is_last))
+
+    def collectives_started(self) -> int:
+        """How many collectives this rank has started on the group."""
+        return collectives_started(self.group)
+
+
+def check_future(future: Any, name: str) -> torch.futures.Future[torch.Tensor]:
+    """Return what a hook gave, if it is a future.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    if not isinstance(future, FutureBase):
+        raise TypeError(
+            f"hook {name} returned {type(future).__name__} instead of a torch.futures.Future"
+        )
+    checked: torch.futures.Future[torch.Tensor] = future  # type: ignore[assignment]
+    return checked
 
 
 def hook_result(future: torch.futures.Future[Any], bucket: Bucket, name: str) -> torch.Tensor:
@@ -60,8 +69,7 @@ def hook_result(future: torch.futures.Future[Any], bucket: Bucket, name: str) ->
     if not bucket.sparse and value.numel() != bucket.spec.numel:
         raise TypeError(
             f"hook {name}: its future holds {value.numel()} elements, but bucket {bucket.index} "
-            f"has "
-            f"{bucket.spec.numel}"
+            f"has {bucket.spec.numel}"
         )
     return value
 
@@ -97,17 +105,27 @@ def _check_annotations(name: str, signature: inspect.Signature) -> None:
     for parameter in signature.parameters.values():
         if parameter.name == "bucket":
             bucket = parameter
-    allowed = {empty, TorchGradBucket, GradBucket, Any, "GradBucket", "dist.GradBucket"}
-    if bucket.kind is not inspect.Parameter.VAR_POSITIONAL and bucket.annotation not in allowed:
+    said = bucket.annotation
+    if isinstance(said, str):
+        takes_bucket = said.rpartition(".")[2] in ("GradBucket", "Any", "object")
+    else:
+        takes_bucket = said in (empty, TorchGradBucket, GradBucket, Any, object)
+    if bucket.kind is not inspect.Parameter.VAR_POSITIONAL and not takes_bucket:
         raise HookSignatureError(
             f"Communication hook {name}: bucket annotation should be dist.GradBucket, but it is "
             f"{bucket.annotation!r}. Write {EXAMPLE}."
         )
     returns = signature.return_annotation
     if isinstance(returns, str):
-        fits = "Future" in returns
+        fits = "Future" in returns or returns.rpartition(".")[2] in ("Any", "object")
     else:
-        fits = returns in (empty, Any, torch.futures.Future, torch.futures.Future[torch.Tensor])
+        fits = returns in (
+            empty,
+            Any,
+            object,
+            torch.futures.Future,
+            torch.futures.Future[torch.Tensor],
+        )
     if not fits:
         raise HookSignatureError(
             f"Communication hook {name}: return annotation should be "

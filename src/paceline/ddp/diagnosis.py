@@ -162,9 +162,8 @@ def missing_error(
     if static_graph:
         head += (
             "This error indicates that your training graph has changed in this iteration, e.g., "
-            "one "
-            "parameter is used in first iteration, but then got unused in the second iteration. "
-            "this is not compatible with static_graph set to True.\n"
+            "one parameter is used in first iteration, but then got unused in the second "
+            "iteration. this is not compatible with static_graph set to True.\n"
         )
         remedy = "Construct DistributedDataParallel without static_graph."
         make: type[errors.StepError] = errors.GraphChangedError

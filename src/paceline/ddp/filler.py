@@ -33,9 +33,8 @@ class Filler:
         self._usage = usage
         self._clock = clock
 
-    def take(self, step: Step, slot: Slot) -> bool:
+    def take(self, step: Step, bucket: Bucket, slot: Slot) -> bool:
         """A gradient has arrived. Return whether its bucket is now full, and filled."""
-        bucket = slot.bucket
         pending = bucket.pending = bucket.pending - 1
         if slot.small or bucket.sparse:
             bucket.waiting.append(slot)
@@ -48,13 +47,13 @@ class Filler:
         self.fill(step, bucket)
         return True
 
-    def take_absent(self, step: Step, slot: Slot) -> None:
+    def take_absent(self, step: Step, bucket: Bucket, slot: Slot) -> None:
         """No gradient will arrive for this slot."""
         slot.expected = 0
         step.absent.append(slot)
-        slot.bucket.pending -= 1
-        if slot.bucket.pending == 0:
-            self.fill(step, slot.bucket)
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            self.fill(step, bucket)
 
     def fill(self, step: Step, bucket: Bucket) -> None:
         """All gradients of a bucket are there: bring in what waits, scale, check."""
@@ -79,7 +78,7 @@ class Filler:
                 elif not step.home.collect_scaled(slot, step.factor):
                     step.unsettled.append(slot)
             except (RuntimeError, TypeError) as error:
-                step.fail(FailureKind.GRADIENT_MISMATCH, [slot], str(error))
+                step.fail_to_copy([slot], error)
         if self._policy.tracks_unused:
             self._usage.note([slot])
 
@@ -94,14 +93,14 @@ class Filler:
                 else:
                     step.unsettled += step.home.collect(slots)
             except (RuntimeError, TypeError) as error:
-                step.fail(FailureKind.GRADIENT_MISMATCH, slots, str(error))
+                step.fail_to_copy(slots, error)
         if self._policy.tracks_unused:
             self._usage.note(slots)
 
     def _take_leftovers(self, step: Step, bucket: Bucket) -> None:
         """Bring in what absent parameters still have from earlier: it is part of the mean."""
         for slot in step.absent:
-            if slot.bucket is not bucket:
+            if slot.bucket_index != bucket.index:
                 continue
             gradient = step.home.gradient(slot)
             view = slot.view

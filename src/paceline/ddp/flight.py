@@ -14,7 +14,7 @@ import torch
 
 from paceline.buckets import Bucket, BucketPlan
 from paceline.config import NonFinite, ReducePolicy
-from paceline.ddp.comm_hook import RegisteredHook, hook_result
+from paceline.ddp.comm_hook import RegisteredHook, check_future, hook_result
 from paceline.ddp.control import ControlBlock, ControlLayout, ControlRow, Flag
 from paceline.ddp.diagnosis import FailureKind
 from paceline.ddp.sparse import start_sparse
@@ -113,10 +113,17 @@ class Flight:
         bucket.reduction.on_done(_stamp(self._clock.ended, bucket.index))
 
     def _start_hook(self, hook: RegisteredHook, step: Step, bucket: Bucket, is_last: bool) -> None:
+        started = hook.collectives_started()
         try:
-            bucket.future = hook.run(bucket, is_last=is_last)
+            future = hook.run(bucket, is_last=is_last)
         except Exception as error:
             step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
+            step.is_cut_off |= hook.collectives_started() == started
+            return
+        try:
+            bucket.future = check_future(future, hook.name)
+        except TypeError as error:
+            step.fail(FailureKind.HOOK, bucket.slots, str(error))
 
     # --- the control block ---------------------------------------------------------------------
 
@@ -210,9 +217,8 @@ class Flight:
         rank = self._transport.rank
         return CollectiveError(
             f"Rank {rank}: {operation} over {self._transport.name} failed in step {step.number}: "
-            f"{cause}\nA peer has probably died, or is in another collective. Look at the logs "
-            f"of the "
-            "other ranks; the group cannot be used further.",
+            f"{cause}\nA peer has probably died, or is in another collective. Look at the logs of "
+            "the other ranks; the group cannot be used further.",
             rank=rank,
             operation=operation,
         )

@@ -136,8 +136,7 @@ def _mismatch(reference: dict[str, Any], other: dict[str, Any], rank: int) -> Mo
         extra = longer[min(len(left_names), len(right_names)) :]
         return ModelMismatchError(
             f"The model differs between ranks: rank 0 has {len(left_names)} parameters that "
-            f"require "
-            f"gradients, rank {rank} has {len(right_names)}. Only rank {extra_rank} has "
+            f"require gradients, rank {rank} has {len(right_names)}. Only rank {extra_rank} has "
             f"{', '.join(extra)}. Build the same model on every rank before it is wrapped.",
             rank=rank,
             parameters=tuple(extra),

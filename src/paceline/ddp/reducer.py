@@ -41,7 +41,7 @@ from paceline.buckets import (
     plan_buckets,
 )
 from paceline.config import GradientViews, MissingGradients, NonFinite, ReducePolicy
-from paceline.ddp.control import ControlBlock, ControlLayout
+from paceline.ddp.control import ControlBlock, ControlLayout, Flag
 from paceline.ddp.diagnosis import FailureKind, FailureReport
 from paceline.ddp.filler import Filler
 from paceline.ddp.flight import Flight
@@ -50,9 +50,9 @@ from paceline.ddp.iteration import Phase
 from paceline.ddp.nonfinite import bucket_is_finite, nonfinite_slots
 from paceline.ddp.peers import Peers, Verdict
 from paceline.ddp.sparse import collect_sparse
-from paceline.ddp.step import Step
+from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets
-from paceline.ddp.taps import GradientTaps, tap_outputs
+from paceline.ddp.taps import GradientTaps, accumulate_node, tap_outputs
 from paceline.ddp.unused import Reach, find_tensors, first_reached, reach_of
 from paceline.ddp.usage import UsageMap
 from paceline.ddp.weights import WeightedMean
@@ -100,6 +100,8 @@ class Reducer:
         self._step: Step | None = None
         self._arrivals: list[int] | None = []
         self._arrival_counts: list[int] | None = None
+        self._order_is_known = False
+        self._taps_are_suspect = False
         self._context_id: int | None = None
         self._drained = 0
         self._weighted_mean = WeightedMean()
@@ -150,7 +152,7 @@ class Reducer:
         """
         if self._wants_rebuild():
             order = self.peers.agree_on_order(self._arrival_order())
-            self._arrivals = None
+            self._arrivals, self._order_is_known = None, False
             specs = [self.specs[index] for index in order]
             self._build(plan_buckets(specs, self.caps.rebuilt(), by_arrival=True))
             self.plan_is_agreed = False
@@ -160,8 +162,9 @@ class Reducer:
             self.plan_is_agreed = True
 
     def _wants_rebuild(self) -> bool:
+        """Decided from what all ranks know alike: that a step has been good everywhere."""
         follows_order = self.policy.static_graph or not self.policy.find_unused
-        return bool(follows_order and self._arrivals and not self.caps.listed)
+        return follows_order and self._order_is_known and not self.caps.listed
 
     def _arrival_order(self) -> list[int]:
         """All parameters: by when their last gradient arrived, then those that had none."""
@@ -179,6 +182,7 @@ class Reducer:
         self.transport, self.peers = transport, peers
         self.phase, self._step = Phase.IDLE, None
         self._arrivals, self._arrival_counts = [], None
+        self._order_is_known = False
         self.plan_is_agreed = self.has_rebuilt = False
         self._build(self._first_plan())
 
@@ -209,10 +213,18 @@ class Reducer:
         """
         if self.phase not in (Phase.REDUCING, Phase.WAITING) or is_inside_backward():
             return
-        if self.policy.missing is MissingGradients.WAIT:
-            self.check_finished()
-        else:
-            self._abandon()
+        self._end_unfinished_step()
+
+    def check_taps(self) -> None:
+        """See that we still listen: to convert a parameter makes autograd forget its hooks.
+
+        A module is converted as a whole, so one parameter tells; all are looked at after an error.
+        """
+        suspects = range(len(self.parameters)) if self._taps_are_suspect else (0,)
+        self._taps_are_suspect = False
+        nodes = self.taps.nodes
+        if any(accumulate_node(self.parameters[index]) is not nodes[index] for index in suspects):
+            self.retap()
 
     def arm(self, output: Any) -> None:
         """Expect a backward through ``output``."""
@@ -253,7 +265,7 @@ class Reducer:
             if self._arrivals is not None:
                 self._arrivals.append(index)
             if arrived == slot.expected:
-                if self.filler.take(step, slot):
+                if self.filler.take(step, self.buckets[slot.bucket_index], slot):
                     self._start_full(step)
             elif arrived > slot.expected:
                 self._note_unexpected(step, slot)
@@ -288,6 +300,8 @@ class Reducer:
         self.clock.start_backward(len(self.buckets))
         self.flight.open()
         self._drained = 0
+        if self._arrivals is not None:
+            self._arrivals.clear()
         is_learning = self.policy.static_graph and self._arrival_counts is None
         for bucket in self.buckets:
             self._attach_memory(bucket)
@@ -319,7 +333,7 @@ class Reducer:
 
     def _take_absent(self, step: Step, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            self.filler.take_absent(step, slot)
+            self.filler.take_absent(step, self.buckets[slot.bucket_index], slot)
         self._start_full(step)
 
     def _start_full(self, step: Step) -> None:
@@ -353,18 +367,22 @@ class Reducer:
         """The first step of a static graph: how often gradients arrive is known only now."""
         for slot in self.slots:
             slot.expected = slot.arrived
+            bucket = self.buckets[slot.bucket_index]
             if slot.arrived:
-                self.filler.take(step, slot)
+                self.filler.take(step, bucket, slot)
             else:
-                self.filler.take_absent(step, slot)
+                self.filler.take_absent(step, bucket, slot)
 
     def _complete(self, step: Step, missing: Sequence[Slot]) -> None:
         """Start what is left, wait, judge, settle. Whatever happens, the next step can begin."""
         try:
+            if step.is_cut_off and step.failure is not None:
+                raise self.peers.error_for([step.failure], self.policy)
             self._take_absent(step, missing)
             self.block = self.flight.land(step)
             self._conclude(step, self.block)
         except StepError as error:
+            self._taps_are_suspect = True
             self.on_error(error)
             raise
         finally:
@@ -383,11 +401,16 @@ class Reducer:
         if self.after_bucket is not None:
             for bucket in self.buckets[self._drained :]:
                 self.after_bucket(bucket)
+        self._learn()
         if self.policy.static_graph and self._arrival_counts is None:
             self._arrival_counts = [slot.arrived for slot in self.slots]
         reduced = [bucket for bucket in self.buckets if not self.flight.is_skipped(bucket)]
         self.buckets_reduced = len(reduced)
         self.reduced_bytes += sum(bucket.spec.nbytes for bucket in reduced)
+
+    def _learn(self) -> None:
+        """A step was good on every rank: its order of arrival may shape the buckets."""
+        self._order_is_known = self._arrivals is not None
 
     def _has_overflowed(self, step: Step) -> bool:
         """Whether gradients that were finite on every rank have a sum that is not.
@@ -451,8 +474,9 @@ class Reducer:
             self._drained += 1
             with torch.no_grad():
                 self.flight.wait(step, bucket)
-                step.home.settle([s for s in step.unsettled if s.bucket is bucket])
-                step.unsettled = [s for s in step.unsettled if s.bucket is not bucket]
+                mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
+                step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
+                step.home.settle(mine)
                 if self.after_bucket is not None:
                     self.after_bucket(bucket)
 
@@ -462,14 +486,15 @@ class Reducer:
         """Take part in a step of the peers with nothing to contribute: this rank has joined."""
         with self._lock, torch.no_grad():
             step = self._open_step(self.local_home, joined=True)
-            if self._arrivals == []:
-                self._arrivals = list(reversed(range(len(self.parameters))))
             try:
                 for bucket in self.buckets:
                     self._empty(bucket)
                     self.flight.start(step, bucket)
                 self.block = self.flight.land(step)
                 self.peers.judge(self.block, None, self.policy)
+                if self.block.any(Flag.WEIGHTED):
+                    self._weighted_mean.finish([], self.block, multiplier=1.0)
+                self._learn()
             finally:
                 self._close()
 
@@ -509,28 +534,47 @@ class Reducer:
 
     def check_finished(self) -> None:
         """Raise if a backward has begun and its reductions are not complete."""
-        if self.phase not in (Phase.REDUCING, Phase.WAITING):
-            return
+        if self.phase in (Phase.REDUCING, Phase.WAITING):
+            raise self.peers.error_for([self._missing_report()], self.policy)
+
+    def _missing_report(self) -> FailureReport:
         missing = self._missing()
-        report = FailureReport(
+        return FailureReport(
             FailureKind.MISSING,
             self.transport.rank,
             tuple(slot.spec.name for slot in missing),
             tuple(slot.index for slot in missing),
         )
-        self._close()
-        error = self.peers.error_for([report], self.policy)
-        self.on_error(error)
-        raise error
+
+    def _end_unfinished_step(self) -> None:
+        """A backward began and did not end: complete its reductions, so that peers learn of it.
+
+        Gradients may still be missing (``missing_gradients="wait"``), which is an error now. Or the
+        backward raised here: then the peers are told, and this rank's user has seen it already.
+        """
+        step = self._step
+        assert step is not None
+        waits = self.policy.missing is MissingGradients.WAIT
+        is_told = self.phase is Phase.REDUCING and not (waits and step.failure is not None)
+        with self._lock, torch.no_grad():
+            for bucket in self.buckets:
+                bucket.waiting.clear()
+            if is_told:
+                step.fail(FailureKind.BACKWARD_RAISED, [], "its backward pass raised an exception")
+            else:
+                step.failure = self._missing_report()
+            try:
+                self._complete(step, self._missing())
+            except StepError:
+                if not is_told:
+                    raise
 
     def _note_missing(self, step: Step, slots: Sequence[Slot]) -> None:
         """Say which gradients never came, and if that is because a parameter was converted."""
         if isinstance(self.local_home, LocalHome):
-            converted = [slot for slot in slots if slot.parameter.dtype != slot.spec.dtype]
-            if converted:
-                was, now = converted[0].spec.dtype, converted[0].parameter.dtype
-                detail = f"was {was} when the module was wrapped, is {now} now"
-                step.fail(FailureKind.GRADIENT_MISMATCH, converted, detail)
+            changed = converted(slots)
+            if changed:
+                step.fail(FailureKind.GRADIENT_MISMATCH, changed, conversion(changed[0]))
         step.fail(FailureKind.MISSING, slots)
 
     def _note_unexpected(self, step: Step, slot: Slot) -> None:
@@ -544,29 +588,14 @@ class Reducer:
             self.on_error(error)
             raise error
 
-    def _abandon(self) -> None:
-        """The last backward raised here: complete its reductions, so that peers learn of it."""
-        step = self._step
-        assert step is not None
-        with self._lock, torch.no_grad():
-            for bucket in self.buckets:
-                bucket.waiting.clear()
-            step.fail(FailureKind.BACKWARD_RAISED, [], "its backward pass raised an exception")
-            try:
-                self._complete(step, self._missing())
-            except StepError:
-                return  # this rank has already shown its user the exception that started it
-
     def _autograd_grad_error(self) -> AutogradGradError:
         rank = self.transport.rank
         error = AutogradGradError(
             f"Rank {rank}: torch.autograd.grad was asked for gradients of parameters that "
             "DistributedDataParallel reduces. It hands them out before they can be reduced, so "
-            "every "
-            "rank would get its own. Call loss.backward() and read parameter.grad; or run the "
-            "forward "
-            "under `with ddp.no_sync():`, or through ddp.module, if local gradients are what "
-            "you want.",
+            "every rank would get its own. Call loss.backward() and read parameter.grad; or run "
+            "the forward under `with ddp.no_sync():`, or through ddp.module, if local gradients "
+            "are what you want.",
             rank=rank,
         )
         self.on_error(error)

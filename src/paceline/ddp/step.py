@@ -27,6 +27,8 @@ class Step:
         unsettled: Slots whose results must still be shown outside.
         stash: Old gradients of absent parameters, in case no rank used them.
         failure: The first thing that went wrong here.
+        is_cut_off: A hook failed before it started a collective, so this rank can no longer know
+            which collective its peers are in: it must not start any.
     """
 
     number: int
@@ -39,10 +41,27 @@ class Step:
     unsettled: list[Slot] = field(default_factory=list)
     stash: dict[int, torch.Tensor] = field(default_factory=dict)
     failure: FailureReport | None = None
+    is_cut_off: bool = False
 
     def fail(self, kind: FailureKind, slots: Sequence[Slot], detail: str = "") -> None:
-        """Note a failure; the first one is the one that is told."""
-        if self.failure is None:
+        """Note a failure. The first one is told; but what is not finite may be left out."""
+        if self.failure is None or self.failure.kind is FailureKind.NONFINITE:
             names = tuple(slot.spec.name for slot in slots)
             indices = tuple(slot.index for slot in slots)
             self.failure = FailureReport(kind, self.rank, names, indices, detail)
+
+    def fail_to_copy(self, slots: Sequence[Slot], error: BaseException) -> None:
+        """Note that gradients do not fit their buckets; say so if a parameter was converted."""
+        changed = converted(slots)
+        detail = conversion(changed[0]) if changed else str(error)
+        self.fail(FailureKind.GRADIENT_MISMATCH, changed or slots, detail)
+
+
+def converted(slots: Sequence[Slot]) -> list[Slot]:
+    """Return the slots whose parameters have another dtype than when they were planned."""
+    return [slot for slot in slots if slot.parameter.dtype != slot.spec.dtype]
+
+
+def conversion(slot: Slot) -> str:
+    """Say how a parameter was converted."""
+    return f"was {slot.spec.dtype} when the module was wrapped, is {slot.parameter.dtype} now"

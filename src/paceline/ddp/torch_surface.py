@@ -134,8 +134,7 @@ class TorchSurface(TorchDDP):
             return
         raise PickleError(
             "A DistributedDataParallel can be pickled only while it uses the default process "
-            "group, "
-            "because groups cannot be. Save ddp.module.state_dict() instead."
+            "group, because groups cannot be. Save ddp.module.state_dict() instead."
         )
 
     # --- buffers -------------------------------------------------------------------------------
@@ -202,7 +201,9 @@ class TorchSurface(TorchDDP):
             BuiltinHookType.ALLREDUCE: allreduce_mean,
             BuiltinHookType.FP16_COMPRESS: fp16_mean,
         }[comm_hook_type]
-        self._set_hook(RegisteredHook(make(self.process_group), None, str(comm_hook_type)))
+        self._set_hook(
+            RegisteredHook(make(self.process_group), None, str(comm_hook_type), self.process_group)
+        )
 
     def _set_hook(self, hook: RegisteredHook) -> None:
         raise NotImplementedError
@@ -218,7 +219,7 @@ class TorchSurface(TorchDDP):
             error = TooLateError(
                 "_set_static_graph() should be called before training loop starts, but "
                 f"{self._forwards} forward passes have run. Pass static_graph=True to the "
-                f"constructor."
+                "constructor."
             )
             self.logger.set_error(error)
             raise error

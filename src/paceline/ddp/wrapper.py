@@ -40,6 +40,7 @@ from paceline.ddp.settings import Settings
 from paceline.ddp.taps import tap_outputs
 from paceline.ddp.torch_surface import TorchSurface
 from paceline.ddp.unused import find_tensors
+from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.observe import DDPStats
 from paceline.torch_private import MixedPrecisionConfig, is_inside_backward, move_inputs
@@ -267,6 +268,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _prepare_sync(self, reducer: Reducer) -> None:
         self._runs_own_parameters = self._census.is_unchanged() or self._recount()
+        reducer.check_taps()
         reducer.prepare_forward()
         if self.logger.is_sampled(self._forwards):
             self.logger.sample(self._forwards, reducer.clock)
@@ -346,13 +348,7 @@ class DistributedDataParallel(TorchSurface):
         accumulated under :meth:`no_sync` are weighted together with the backward that reduces
         them.
         """
-        weight = float(n)
-        if not 0.0 <= weight < float("inf"):
-            raise ConfigurationError(
-                f"weighted({n}) on rank {self._transport.rank}: a weight is a finite number "
-                f"that is "
-                "not negative, usually the number of samples or tokens in the batch."
-            )
+        weight = check_weight(n, self._transport.rank)
         reducer = self._require_reducer("weighted()")
         before, reducer.weight = reducer.weight, weight
         try:
@@ -381,7 +377,7 @@ class DistributedDataParallel(TorchSurface):
         """
         try:
             name = check_hook(hook)
-            self._set_hook(RegisteredHook(hook, state, name))
+            self._set_hook(RegisteredHook(hook, state, name, self.process_group))
         except (TypeError, ValueError, HookAlreadyRegisteredError) as error:
             self.logger.set_error(error)
             raise
@@ -392,8 +388,8 @@ class DistributedDataParallel(TorchSurface):
         if reducer.flight.hook is not None:
             raise HookAlreadyRegisteredError(
                 f"The communication hook {reducer.flight.hook.name} is registered already, so "
-                f"{hook.name} "
-                "cannot be: a wrapper has one hook. To combine two, write a hook that calls both."
+                f"{hook.name} cannot be: a wrapper has one hook. To combine two, write a hook that "
+                "calls both."
             )
         reducer.flight.hook = hook
         self.logger.set("comm_hook", hook.name)

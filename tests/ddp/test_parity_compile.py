@@ -1,0 +1,61 @@
+"""torch.compile around and inside the wrapper gives the numbers of the plain wrapper."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import DistributedDataParallel as DDP
+from paceline.testing import run_ranks
+from tests.ddp.compare import assert_close, batch, gradients
+from tests.ddp.models import mlp
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler: neither g++ nor clang++ is installed",
+)
+
+
+def losses(model: nn.Module) -> list[float]:
+    values = []
+    for step in range(3):
+        model.zero_grad()
+        value = model(batch(step)).square().mean()
+        value.backward()
+        values.append(value.item())
+    return values
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_compiled_equals_plain() -> None:
+    def on_rank() -> None:
+        warnings.filterwarnings("ignore", "Dynamo does not know how to trace")
+        plain = DDP(mlp(4))
+        expected = losses(plain)
+        around = DDP(mlp(4))
+        torch.testing.assert_close(losses(torch.compile(around)), expected)
+        assert_close(gradients(around), gradients(plain), "compile(ddp):")
+        inside = mlp(4)
+        torch.testing.assert_close(losses(DDP(torch.compile(inside))), expected)
+        assert_close(gradients(inside), gradients(plain), "ddp(compile):")
+
+    run_ranks(2, on_rank, timeout_s=240)
+
+
+@pytest.mark.timeout(200)
+def test_traced_without_a_warning() -> None:
+    """Dynamo compiles the module, and leaves the wrapper alone: as with torch's, no warning."""
+
+    def on_rank() -> None:
+        plain = DDP(mlp(4))
+        expected = losses(plain)
+        around = DDP(mlp(4))
+        torch.testing.assert_close(losses(torch.compile(around, backend="aot_eager")), expected)
+        assert_close(gradients(around), gradients(plain))
+
+    run_ranks(2, on_rank, timeout_s=150)
