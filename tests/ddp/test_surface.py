@@ -86,7 +86,7 @@ def test_public_methods_take_what_torch_takes() -> None:
     public = [n for n in vars(TorchDDP) if not n.startswith("_") and n in own_names()]
     for name in [*public, "_register_buffer_comm_hook", "_update_process_group"]:
         theirs, ours = getattr(TorchDDP, name), getattr(DistributedDataParallel, name)
-        if callable(theirs) and name not in {"forward"}:
+        if callable(theirs) and name != "forward":
             assert list(inspect.signature(ours).parameters) == list(
                 inspect.signature(theirs).parameters
             ), name
