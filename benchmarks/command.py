@@ -21,10 +21,10 @@ from paceline.testing import RanksFailedError, warm_up
 INTERRUPTED = 130
 
 
-def parser(description: str, example: str) -> argparse.ArgumentParser:
+def parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has."""
     made = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {Path(sys.argv[0]).stem}".replace(" __main__", ""),
+        prog=f"python -m benchmarks.{name}",
         description=description,
         epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,7 +69,7 @@ def guarded(run: Callable[[], int]) -> int:
             warm_up()
         return run()
     except KeyboardInterrupt:
-        print("interrupted; all ranks are stopped", file=sys.stderr)
+        print("\ninterrupted; all ranks are stopped", file=sys.stderr)
         return INTERRUPTED
     except RanksFailedError as error:
         print(error, file=sys.stderr)

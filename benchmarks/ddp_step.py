@@ -20,6 +20,7 @@ from benchmarks.interleave import Samples, Schedule, cpus, mean_over_ranks, run_
 from benchmarks.progress import RoundBar
 from benchmarks.ratios import Estimate, p50, ratio
 from benchmarks.variants import (
+    CONTROL,
     LOCAL,
     PACELINE,
     STANDARD,
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command.parser(
+        "ddp_step",
         "Forward + backward, p50 per variant, in one run in which the variants alternate.",
         "python -m benchmarks.ddp_step --models small,mlp --ranks 2 --rounds 10 --check",
     )
@@ -122,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a further wrapper to run beside the others; may be repeated",
     )
     parser.add_argument(
+        "--control",
+        action="store_true",
+        help="run torch with views a second time: how far its ratio is from 1 is the noise",
+    )
+    parser.add_argument(
         "--system-malloc",
         action="store_true",
         help="leave glibc's malloc as it is; page faults then come by luck (see malloc.py)",
@@ -134,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     console = Console()
-    variants = (*STANDARD, *args.also)
+    variants = (*STANDARD, *args.also, *([CONTROL] if args.control else []))
     results = [
         _measure(args, workload, ranks, variants)
         for workload in args.models

@@ -72,7 +72,7 @@ class Result:
 
 
 def _median_ms(block: Sequence[Cost], clock: str) -> float:
-    return median([getattr(cost, clock) for cost in block])
+    return median(cost.cpu_ms if clock == "cpu_ms" else cost.wall_ms for cost in block)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command.parser(
+        "hot_path",
         "What a wrapper adds per parameter to forward and backward of 300 x Linear(32).",
         "python -m benchmarks.hot_path --ranks 1 --profile",
     )

@@ -46,12 +46,15 @@ STANDARD = (
     Variant(PACELINE, "paceline:DistributedDataParallel"),
 )
 
+CONTROL = Variant("torch views again", _TORCH_CLASS, {"gradient_as_bucket_view": True})
+"""A second copy of a variant: how far its ratio is from 1 is how noisy the run was."""
+
 
 def parse_variant(text: str) -> Variant:
     """Read ``LABEL=MODULE:CLASS``, for argparse."""
     label, equals, path = text.partition("=")
     if not (label and equals and ":" in path):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LABEL=MODULE:CLASS")
-    if label in {variant.label for variant in STANDARD}:
+    if label in {variant.label for variant in (*STANDARD, CONTROL)}:
         raise argparse.ArgumentTypeError(f"the label {label!r} is taken")
     return Variant(label, path)

@@ -8,71 +8,22 @@ Healthy steps pay nothing for this.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline import errors
+from paceline.config import MissingGradients, ReducePolicy
+from paceline.ddp import missing
+from paceline.ddp.reports import FailureKind, FailureReport
 
 
-class FailureKind(enum.Enum):
-    """Why a step failed on a rank; the first of all ranks' kinds in this order is the error."""
-
-    BACKWARD_RAISED = "backward raised"
-    HOOK = "communication hook"
-    GRAPH_CHANGED = "graph changed"
-    READY_TWICE = "ready twice"
-    GRADIENT_MISMATCH = "gradient mismatch"
-    MISSING = "missing gradients"
-    NONFINITE = "non-finite gradient"
-
-
-@dataclass(frozen=True)
-class FailureReport:
-    """One rank's account of its failure.
-
-    ``indices`` are the parameters' indices (as torch's messages give them), ``detail`` is a
-    sentence that only that rank can say.
-    """
-
-    kind: FailureKind
-    rank: int
-    parameters: tuple[str, ...] = ()
-    indices: tuple[int, ...] = ()
-    detail: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what goes over the wire."""
-        return {
-            "kind": self.kind.value,
-            "rank": self.rank,
-            "parameters": list(self.parameters),
-            "indices": list(self.indices),
-            "detail": self.detail,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FailureReport:
-        """Rebuild a report from :meth:`to_json`."""
-        return cls(
-            FailureKind(data["kind"]),
-            int(data["rank"]),
-            tuple(str(name) for name in data["parameters"]),
-            tuple(int(index) for index in data["indices"]),
-            str(data["detail"]),
-        )
-
-
-def build_error(
-    reports: Sequence[FailureReport], *, my_rank: int, tracks_unused: bool, static_graph: bool
-) -> errors.StepError:
+def build_error(reports: Sequence[FailureReport], policy: ReducePolicy) -> errors.StepError:
     """Turn the reports of all ranks into the error that every rank raises."""
     order = list(FailureKind)
     kind = min((report.kind for report in reports), key=order.index)
     concerned = [report for report in reports if report.kind is kind]
     if kind is FailureKind.MISSING:
-        return missing_error(concerned, my_rank, tracks_unused, static_graph)
+        return _missing_error(concerned, policy)
     text = _TEXTS[kind]
     told = "\n".join(f"  rank {report.rank}: {_account(report)}" for report in concerned)
     first = concerned[0]
@@ -81,6 +32,16 @@ def build_error(
         rank=first.rank,
         parameters=first.parameters,
     )
+
+
+def _missing_error(reports: Sequence[FailureReport], policy: ReducePolicy) -> errors.StepError:
+    if policy.missing is MissingGradients.WAIT:
+        text = missing.torch_text(reports, policy)
+    else:
+        text = missing.plain_text(reports, policy)
+    make = errors.GraphChangedError if policy.static_graph else errors.UnusedParametersError
+    first = reports[0]
+    return make(text, rank=first.rank, parameters=first.parameters)
 
 
 def _account(report: FailureReport) -> str:
@@ -140,55 +101,3 @@ _TEXTS = {
         "out.",
     ),
 }
-
-
-def missing_error(
-    reports: Sequence[FailureReport], my_rank: int, tracks_unused: bool, static_graph: bool
-) -> errors.StepError:
-    """Say which parameters received no gradient, on which ranks, and what to do.
-
-    The phrases in the head and in the lines per rank are the ones that torch's own tests, and the
-    log searches of many teams, look for.
-    """
-    lines = []
-    for report in sorted(reports, key=lambda r: (r.rank != my_rank, r.rank)):
-        indices = " ".join(str(index) for index in report.indices)
-        lines.append(
-            f"Parameter indices which did not receive grad for rank {report.rank}: {indices}\n"
-            f"Parameters which did not receive grad for rank {report.rank}: "
-            + ", ".join(report.parameters)
-        )
-    head = "Expected to have finished reduction in the prior iteration before starting a new one. "
-    if static_graph:
-        head += (
-            "This error indicates that your training graph has changed in this iteration, e.g., "
-            "one parameter is used in first iteration, but then got unused in the second "
-            "iteration. this is not compatible with static_graph set to True.\n"
-        )
-        remedy = "Construct DistributedDataParallel without static_graph."
-        make: type[errors.StepError] = errors.GraphChangedError
-    else:
-        make = errors.UnusedParametersError
-        head += "The backward pass ended and these parameters had no gradient.\n"
-        remedy = _unused_remedy(tracks_unused)
-    first = reports[0]
-    return make(
-        head + "\n".join(lines) + "\n" + remedy, rank=first.rank, parameters=first.parameters
-    )
-
-
-def _unused_remedy(tracks_unused: bool) -> str:
-    outputs = (
-        "make sure that all `forward` function outputs participate in calculating loss; outputs in "
-        "objects of your own classes cannot be found, so return tensors in lists, tuples, dicts or "
-        "dataclasses."
-    )
-    if tracks_unused:
-        return f"Since `find_unused_parameters=True` is enabled, {outputs}"
-    return (
-        "Either tell the wrapper that parameters may go unused, by passing the keyword argument "
-        "`find_unused_parameters=True` (or `static_graph=True` if the same ones go unused in every "
-        f"step), or {outputs} If several backward passes together bring all gradients, pass "
-        '`missing_gradients="wait"`. (There is no need to set the environment variable '
-        "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL: names are always given.)"
-    )

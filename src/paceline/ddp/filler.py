@@ -14,8 +14,8 @@ import torch
 
 from paceline.buckets import Bucket, Slot
 from paceline.config import NonFinite, ReducePolicy
-from paceline.ddp.diagnosis import FailureKind
 from paceline.ddp.nonfinite import bucket_is_finite, nonfinite_slots
+from paceline.ddp.reports import FailureKind
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step
 from paceline.ddp.usage import UsageMap

@@ -16,7 +16,7 @@ from paceline.buckets import Bucket, BucketPlan
 from paceline.config import NonFinite, ReducePolicy
 from paceline.ddp.comm_hook import RegisteredHook, check_future, hook_result
 from paceline.ddp.control import ControlBlock, ControlLayout, ControlRow, Flag
-from paceline.ddp.diagnosis import FailureKind
+from paceline.ddp.reports import FailureKind
 from paceline.ddp.sparse import start_sparse
 from paceline.ddp.step import Step
 from paceline.ddp.usage import UsageMap

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from paceline.buckets import BucketPlan
 from paceline.config import ReducePolicy
 from paceline.ddp.control import ControlBlock, Flag
-from paceline.ddp.diagnosis import FailureReport, build_error
+from paceline.ddp.diagnosis import build_error
 from paceline.ddp.init_sync import verify_same_plan
+from paceline.ddp.reports import FailureReport
 from paceline.errors import CollectiveError, DesynchronizedError, PacelineError, StepError
 from paceline.transport.exchange import broadcast_integers, gather_json
 
@@ -74,12 +75,7 @@ class Peers:
 
     def error_for(self, reports: Sequence[FailureReport], policy: ReducePolicy) -> StepError:
         """Return the error that these reports amount to."""
-        return build_error(
-            reports,
-            my_rank=self._rank,
-            tracks_unused=policy.find_unused,
-            static_graph=policy.static_graph,
-        )
+        return build_error(reports, policy)
 
     @contextlib.contextmanager
     def _talking(self, operation: str) -> Iterator[None]:

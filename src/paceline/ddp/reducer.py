@@ -42,13 +42,13 @@ from paceline.buckets import (
 )
 from paceline.config import GradientViews, MissingGradients, NonFinite, ReducePolicy
 from paceline.ddp.control import ControlBlock, ControlLayout, Flag
-from paceline.ddp.diagnosis import FailureKind, FailureReport
 from paceline.ddp.filler import Filler
 from paceline.ddp.flight import Flight
 from paceline.ddp.homes import ContextHome, GradientHome, LocalHome
 from paceline.ddp.iteration import Phase
 from paceline.ddp.nonfinite import bucket_is_finite, nonfinite_slots
 from paceline.ddp.peers import Peers, Verdict
+from paceline.ddp.reports import FailureKind, FailureReport
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.buckets import Slot
-from paceline.ddp.diagnosis import FailureKind, FailureReport
 from paceline.ddp.homes import GradientHome
+from paceline.ddp.reports import FailureKind, FailureReport
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Where the reducer listens: hooks on AccumulateGrad nodes and on the outputs of a forward.
 
-The hooks hold the listener weakly, so that a wrapper, its buckets and its memory are freed when the
-user lets go of it, and a deep copy of the module carries none of them.
+The hooks on parameters hold the listener weakly, so that a wrapper, its buckets and its memory are
+freed when the user lets go of it, and a deep copy of the module carries none of them. The hooks on
+outputs hold it strongly: a backward that is still to come will be reduced, also if the wrapper was
+a temporary. They go with the graph.
 
 [Note: why AccumulateGrad nodes]
 ``register_post_accumulate_grad_hook`` would be the obvious choice, but it stays silent under
@@ -68,9 +70,13 @@ def tap_outputs(
     nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
     if not nodes:
         return
-    hook = _output_hook(weakref.ref(listener), is_in_graph(list(nodes), parameter_nodes))
+    leads_to_parameters = is_in_graph(list(nodes), parameter_nodes)
+
+    def on_output(_: Any) -> None:
+        listener.on_output(leads_to_parameters)
+
     for node in nodes:
-        node.register_prehook(hook)
+        node.register_prehook(on_output)
 
 
 def _gradient_hook(reference: weakref.ref[Listener], index: int) -> Callable[..., None]:
@@ -80,14 +86,3 @@ def _gradient_hook(reference: weakref.ref[Listener], index: int) -> Callable[...
             listener.on_gradient(index)
 
     return on_gradient
-
-
-def _output_hook(
-    reference: weakref.ref[Listener], leads_to_parameters: bool
-) -> Callable[[Any], None]:
-    def on_output(_: Any) -> None:
-        listener = reference()
-        if listener is not None:
-            listener.on_output(leads_to_parameters)
-
-    return on_output

@@ -1,0 +1,68 @@
+"""Each benchmark runs and writes what it says; the numbers themselves are nobody's test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.__main__ import main
+
+VARIANTS = {"local", "torch", "torch views", "paceline"}
+
+
+def run(json_file: Path, *words: str) -> Any:
+    assert main([*words, "--json", str(json_file)]) == 0
+    return json.loads(json_file.read_text())
+
+
+def test_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--models", "small", "--ranks", "2", "--rounds", "2", "--steps", "1", "--control")
+    (result,) = run(tmp_path / "out.json", *words)["results"]
+    assert set(result["p50_ms"]) == {*VARIANTS, "torch views again"}
+    assert all(value > 0 for value in result["p50_ms"].values())
+    assert result["better_torch_mode"] in ("torch", "torch views")
+    assert result["limit"] == 1.15
+    estimate = result["against_torch"]["paceline"]
+    assert estimate["low"] <= estimate["value"] <= estimate["high"]
+    assert "paceline" in capsys.readouterr().out
+
+
+def test_hot_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("hot_path", "--ranks", "1", "--rounds", "2", "--steps", "1", "--profile")
+    report = run(tmp_path / "out.json", *words)
+    added = report["results"][0]["added_us_per_parameter"]
+    assert set(added) == (VARIANTS - {"local"}) | {"empty hooks"}
+    functions = [line["function"] for line in report["profiles"][0]["lines"]]
+    assert any("paceline" in name or "ddp/" in name for name in functions)
+    assert "microseconds" in capsys.readouterr().out
+
+
+def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
+    report = run(tmp_path / "out.json", "memory", "--check")
+    one_set = report["gradient_bytes"]
+    results = report["results"]
+    assert results["torch"]["later"] > 1.8 * one_set
+    assert max(results["paceline"][step] for step in ("first", "second", "later")) < 1.2 * one_set
+
+
+def test_a_missed_target_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.ddp_step.Result.limit", 0.0)
+    words = ["--models", "small", "--ranks", "1", "--rounds", "1", "--steps", "1"]
+    assert main(words) == 0
+    assert main([*words, "--check"]) == 1
+
+
+@pytest.mark.parametrize("words", [["--models", "none"], ["--also", "x"], ["--ranks", "0"]])
+def test_wrong_options_are_explained(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(words)
+    assert exit_info.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["speed"]) == 2
+    assert "ddp_step" in capsys.readouterr().err
