@@ -133,8 +133,7 @@ def test_no_sync_as_the_very_first_steps() -> None:
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-def test_a_parameter_used_only_inside(options: dict[str, bool]) -> None:
+def test_a_parameter_used_only_inside() -> None:
     """Used in a local backward and not in the one that synchronises: its sum is reduced."""
 
     def on_rank() -> None:

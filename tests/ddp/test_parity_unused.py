@@ -88,6 +88,25 @@ def test_globally_unused_keeps_its_old_value_bit_for_bit(views: bool | None) -> 
 
 
 @pytest.mark.parametrize("views", VIEWS)
+def test_globally_unused_keeps_what_a_user_wrote_into_it(views: bool | None) -> None:
+    """The gradient lies in the bucket, which is reduced, and differs between ranks."""
+
+    def on_rank() -> None:
+        model = branches()
+        ddp = DDP(model, gradient_as_bucket_view=views, **UNUSED)
+        ddp(batch(0), "abc").mean().backward()
+        weight = model.branches["c"].weight
+        own = torch.full((4, 4), 1 / 3 + dist.get_rank())
+        own[0, 0] = float("inf")
+        weight.grad.copy_(own)
+        for step in range(1, 4):
+            ddp(batch(step), "ab").mean().backward()
+            assert_identical({"c": weight.grad}, {"c": own}, f"step {step}:")
+
+    run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("views", VIEWS)
 def test_old_average_stays_while_unused_without_zero_grad(views: bool | None) -> None:
     def on_rank() -> None:
         ours, theirs = pair(branches(), gradient_as_bucket_view=views, **UNUSED)

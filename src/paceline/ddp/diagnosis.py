@@ -101,3 +101,14 @@ _TEXTS = {
         "out.",
     ),
 }
+
+
+def autograd_grad_error(rank: int) -> errors.AutogradGradError:
+    """Return the error for gradients that were taken away before they could be reduced."""
+    return errors.AutogradGradError(
+        f"Rank {rank}: torch.autograd.grad was asked for gradients of parameters that "
+        "DistributedDataParallel reduces. It hands them out before they can be reduced, so every "
+        "rank would get its own. Call loss.backward() and read parameter.grad; or run the forward "
+        "under `with ddp.no_sync():`, or through ddp.module, if local gradients are what you want.",
+        rank=rank,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.buckets import Bucket, Slot
@@ -30,3 +32,15 @@ def nonfinite_slots(bucket: Bucket) -> list[Slot]:
     if bucket.sparse:
         return [] if bucket_is_finite(bucket) else list(bucket.slots)
     return [s for s in bucket.slots if s.view is not None and not is_finite(s.view)]
+
+
+def overflowed_slots(buckets: Sequence[Bucket], *, has_hook: bool) -> list[Slot]:
+    """Return slots whose reduced gradients are not finite, in buckets where a sum may overflow.
+
+    Only float16, or a hook that compresses, can make infinity out of finite gradients.
+    """
+    for bucket in buckets:
+        can_overflow = has_hook or bucket.spec.dtype is torch.float16
+        if can_overflow and not bucket_is_finite(bucket):
+            return nonfinite_slots(bucket)
+    return []

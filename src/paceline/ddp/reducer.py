@@ -41,14 +41,17 @@ from paceline.buckets import (
     plan_buckets,
 )
 from paceline.config import GradientViews, MissingGradients, NonFinite, ReducePolicy
+from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.control import ControlBlock, ControlLayout, Flag
+from paceline.ddp.diagnosis import autograd_grad_error
 from paceline.ddp.filler import Filler
 from paceline.ddp.flight import Flight
 from paceline.ddp.homes import ContextHome, GradientHome, LocalHome
 from paceline.ddp.iteration import Phase
-from paceline.ddp.nonfinite import bucket_is_finite, nonfinite_slots
+from paceline.ddp.nonfinite import overflowed_slots
 from paceline.ddp.peers import Peers, Verdict
 from paceline.ddp.reports import FailureKind, FailureReport
+from paceline.ddp.settle import settle
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets
@@ -56,7 +59,7 @@ from paceline.ddp.taps import GradientTaps, accumulate_node, tap_outputs
 from paceline.ddp.unused import Reach, find_tensors, first_reached, reach_of
 from paceline.ddp.usage import UsageMap
 from paceline.ddp.weights import WeightedMean
-from paceline.errors import AutogradGradError, StepError
+from paceline.errors import StepError
 from paceline.observe import DDPStats, StepClock
 from paceline.torch_private import current_context_id, is_inside_backward, queue_callback
 from paceline.types import Transport
@@ -98,9 +101,7 @@ class Reducer:
         self.plan_is_agreed = False
         self.has_rebuilt = False
         self._step: Step | None = None
-        self._arrivals: list[int] | None = []
-        self._arrival_counts: list[int] | None = None
-        self._order_is_known = False
+        self.arrivals = Arrivals(len(self.parameters))
         self._taps_are_suspect = False
         self._context_id: int | None = None
         self._drained = 0
@@ -150,9 +151,9 @@ class Reducer:
         At the begin of a backward, not of a forward: a backward is a thing that all ranks do
         together, while a single rank may well run a forward alone, to evaluate.
         """
-        if self._wants_rebuild():
-            order = self.peers.agree_on_order(self._arrival_order())
-            self._arrivals, self._order_is_known = None, False
+        follows_order = self.policy.static_graph or not self.policy.find_unused
+        if follows_order and self.arrivals.is_order_known and not self.caps.listed:
+            order = self.peers.agree_on_order(self.arrivals.take_order())
             specs = [self.specs[index] for index in order]
             self._build(plan_buckets(specs, self.caps.rebuilt(), by_arrival=True))
             self.plan_is_agreed = False
@@ -160,17 +161,6 @@ class Reducer:
         if not self.plan_is_agreed:
             self.peers.check_plan(self.plan)
             self.plan_is_agreed = True
-
-    def _wants_rebuild(self) -> bool:
-        """Decided from what all ranks know alike: that a step has been good everywhere."""
-        follows_order = self.policy.static_graph or not self.policy.find_unused
-        return follows_order and self._order_is_known and not self.caps.listed
-
-    def _arrival_order(self) -> list[int]:
-        """All parameters: by when their last gradient arrived, then those that had none."""
-        seen = list(dict.fromkeys(reversed(self._arrivals or ())))[::-1]
-        missing = set(range(len(self.parameters))).difference(seen)
-        return [*seen, *sorted(missing, reverse=True)]
 
     def change_policy(self, policy: ReducePolicy) -> None:
         """Follow another policy. Only before training."""
@@ -181,8 +171,7 @@ class Reducer:
         """Go on with another group: buckets start over from the plan of construction."""
         self.transport, self.peers = transport, peers
         self.phase, self._step = Phase.IDLE, None
-        self._arrivals, self._arrival_counts = [], None
-        self._order_is_known = False
+        self.arrivals.forget()
         self.plan_is_agreed = self.has_rebuilt = False
         self._build(self._first_plan())
 
@@ -249,7 +238,9 @@ class Reducer:
             if reach is Reach.UNREACHED:
                 return  # torch.autograd.grad for inputs, as in a gradient penalty
             if reach is Reach.CAPTURED and self._context_id is None:
-                raise self._autograd_grad_error()
+                error = autograd_grad_error(self.transport.rank)
+                self.on_error(error)
+                raise error
             self._begin(in_context=reach is Reach.CAPTURED)
 
     def on_gradient(self, index: int) -> None:
@@ -262,8 +253,8 @@ class Reducer:
                     return
             slot = self.slots[index]
             arrived = slot.arrived = slot.arrived + 1
-            if self._arrivals is not None:
-                self._arrivals.append(index)
+            if self.arrivals.log is not None:
+                self.arrivals.log.append(index)
             if arrived == slot.expected:
                 if self.filler.take(step, self.buckets[slot.bucket_index], slot):
                     self._start_full(step)
@@ -288,7 +279,7 @@ class Reducer:
         if in_context and self._context_id is not None:
             home = ContextHome(self._context_id)
         step = self._open_step(home)
-        if self._arrival_counts is not None:
+        if self.arrivals.counts is not None:
             self._take_absent(step, [slot for slot in self.slots if slot.expected == 0])
         elif self.policy.find_unused and not self.policy.static_graph:
             self._take_absent(step, self._search_unused())
@@ -296,25 +287,23 @@ class Reducer:
 
     def _open_step(self, home: GradientHome, *, joined: bool = False) -> Step:
         self._agree_on_plan()
-        self.phase = Phase.REDUCING
         self.clock.start_backward(len(self.buckets))
         self.flight.open()
         self._drained = 0
-        if self._arrivals is not None:
-            self._arrivals.clear()
-        is_learning = self.policy.static_graph and self._arrival_counts is None
+        self.arrivals.open_step()
+        counts = self.arrivals.counts
+        expected = UNKNOWN_ARRIVALS if self.policy.static_graph and counts is None else 1
         for bucket in self.buckets:
             self._attach_memory(bucket)
             bucket.pending = len(bucket.slots)
             bucket.waiting.clear()
         for slot in self.slots:
             slot.arrived = 0
-            slot.expected = UNKNOWN_ARRIVALS if is_learning else 1
-        for slot, count in zip(self.slots, self._arrival_counts or (), strict=False):
-            slot.expected = count
+            slot.expected = expected if counts is None else counts[slot.index]
         factor = self._prefactor(self.weight)
-        self._step = Step(self.steps, self.transport.rank, home, self.weight, factor, joined=joined)
-        return self._step
+        step = Step(self.steps, self.transport.rank, home, self.weight, factor, joined=joined)
+        self.phase, self._step = Phase.REDUCING, step
+        return step
 
     def _prefactor(self, weight: float | None) -> float:
         """What gradients are multiplied with on their way in."""
@@ -350,7 +339,7 @@ class Reducer:
             if step is None or self.phase is not Phase.REDUCING:
                 return
             self.clock.backward_ended = time.perf_counter_ns()
-            if self.policy.static_graph and self._arrival_counts is None:
+            if self.policy.static_graph and self.arrivals.counts is None:
                 self._take_everything(step)
             missing = self._missing()
             if missing and not self.policy.find_unused:
@@ -393,57 +382,29 @@ class Reducer:
         if step.weight is not None:
             multiplier = float(self.transport.world) if self.flight.hook is not None else 1.0
             self._weighted_mean.finish(self.buckets, block, multiplier=multiplier)
-        if verdict is Verdict.SKIP or self._has_overflowed(step):
+        if verdict is Verdict.SKIP or self._sums_are_skipped(step):
             self.skipped_steps += 1
             for bucket in self.buckets:
                 bucket.scale(0.0)
-        self._settle(step, block)
+        settle(step, block, self.buckets)
         if self.after_bucket is not None:
             for bucket in self.buckets[self._drained :]:
                 self.after_bucket(bucket)
-        self._learn()
-        if self.policy.static_graph and self._arrival_counts is None:
-            self._arrival_counts = [slot.arrived for slot in self.slots]
+        self.arrivals.learn(self.slots, static_graph=self.policy.static_graph)
         reduced = [bucket for bucket in self.buckets if not self.flight.is_skipped(bucket)]
         self.buckets_reduced = len(reduced)
         self.reduced_bytes += sum(bucket.spec.nbytes for bucket in reduced)
 
-    def _learn(self) -> None:
-        """A step was good on every rank: its order of arrival may shape the buckets."""
-        self._order_is_known = self._arrivals is not None
-
-    def _has_overflowed(self, step: Step) -> bool:
-        """Whether gradients that were finite on every rank have a sum that is not.
-
-        Only float16, or a hook that compresses, can do that. All ranks see the same sum.
-        """
+    def _sums_are_skipped(self, step: Step) -> bool:
+        """Gradients that are finite on every rank may have a sum that is not; all ranks see it."""
         if self.policy.nonfinite is NonFinite.IGNORE:
             return False
-        for bucket in self.buckets:
-            can_overflow = self.flight.hook is not None or bucket.spec.dtype is torch.float16
-            if can_overflow and not bucket_is_finite(bucket):
-                if self.policy.nonfinite is NonFinite.SKIP:
-                    return True
-                detail = "finite on every rank, but their sum is not"
-                step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket), detail)
-                assert step.failure is not None
-                raise self.peers.error_for([step.failure], self.policy)
-        return False
-
-    def _settle(self, step: Step, block: ControlBlock) -> None:
-        """Show the results outside; parameters that no rank used keep what they had."""
-        unused = {index for index, count in enumerate(block.used) if count == 0}
-        for slot in step.absent:
-            if slot.index in unused:
-                before = step.stash.get(slot.index)
-                if before is not None and slot.view is not None:
-                    slot.view.copy_(before)
-        concerned = [s for s in (*step.unsettled, *step.absent) if s.index not in unused]
-        step.home.settle([slot for slot in concerned if slot.view is not None])
-        for bucket in self.buckets:
-            gradient, bucket.sparse_gradient = bucket.sparse_gradient, None
-            if gradient is not None and bucket.slots[0].index not in unused:
-                step.home.settle_sparse(bucket.slots[0], gradient)
+        slots = overflowed_slots(self.buckets, has_hook=self.flight.hook is not None)
+        if slots and self.policy.nonfinite is NonFinite.RAISE:
+            step.fail(FailureKind.NONFINITE, slots, "finite on every rank, but their sum is not")
+            assert step.failure is not None
+            raise self.peers.error_for([step.failure], self.policy)
+        return bool(slots)
 
     def _close(self) -> None:
         """Leave nothing behind that could hold memory or disturb the next step."""
@@ -494,7 +455,7 @@ class Reducer:
                 self.peers.judge(self.block, None, self.policy)
                 if self.block.any(Flag.WEIGHTED):
                     self._weighted_mean.finish([], self.block, multiplier=1.0)
-                self._learn()
+                self.arrivals.learn()
             finally:
                 self._close()
 
@@ -578,7 +539,7 @@ class Reducer:
         step.fail(FailureKind.MISSING, slots)
 
     def _note_unexpected(self, step: Step, slot: Slot) -> None:
-        is_static = self._arrival_counts is not None
+        is_static = self.arrivals.counts is not None
         kind = FailureKind.GRAPH_CHANGED if is_static else FailureKind.READY_TWICE
         detail = f"gradient number {slot.arrived} in this backward, expected {slot.expected}"
         step.fail(kind, [slot], detail)
@@ -587,16 +548,3 @@ class Reducer:
             error = self.peers.error_for([step.failure], self.policy)
             self.on_error(error)
             raise error
-
-    def _autograd_grad_error(self) -> AutogradGradError:
-        rank = self.transport.rank
-        error = AutogradGradError(
-            f"Rank {rank}: torch.autograd.grad was asked for gradients of parameters that "
-            "DistributedDataParallel reduces. It hands them out before they can be reduced, so "
-            "every rank would get its own. Call loss.backward() and read parameter.grad; or run "
-            "the forward under `with ddp.no_sync():`, or through ddp.module, if local gradients "
-            "are what you want.",
-            rank=rank,
-        )
-        self.on_error(error)
-        return error
