@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ __all__ = [
     "is_inside_backward",
     "is_outside_group",
     "move_inputs",
+    "not_compiled",
+    "not_compiled_itself",
     "optimizer_hook_handles",
     "preserve_versions",
     "queue_callback",
@@ -56,6 +58,21 @@ FutureBase: type = torch._C.Future
 
 TorchGradBucket: type = dist.GradBucket  # type: ignore[attr-defined]
 BuiltinHookType: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Keep torch.compile out of a function, and out of what it calls."""
+    wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    return cast(F, wrapped)
+
+
+def not_compiled_itself(function: F) -> F:
+    """Keep torch.compile out of a function, but not out of what it calls."""
+    wrapped: Any = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
+    return cast(F, wrapped)
 
 
 def will_run_node(node: Any) -> bool:
@@ -133,8 +150,8 @@ def cast_inputs(
     dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast the floating-point tensors among a forward's arguments."""
-    cast: tuple[tuple[Any, ...], dict[str, Any]] = _cast_forward_inputs(dtype, *inputs, **kwargs)
-    return cast
+    result: tuple[tuple[Any, ...], dict[str, Any]] = _cast_forward_inputs(dtype, *inputs, **kwargs)
+    return result
 
 
 def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -257,13 +257,13 @@ def run_drawn(world: int, batch_of_cases: list[Case]) -> None:
     run_ranks(world, check_all, batch_of_cases, timeout_s=60)
 
 
-@settings(drawn, max_examples=40)
+@settings(drawn, max_examples=30)
 @given(st.lists(cases(), min_size=CASES_PER_CALL, max_size=CASES_PER_CALL))
 def test_two_ranks_equal_one_process_and_torch(batch_of_cases: list[Case]) -> None:
     run_drawn(2, batch_of_cases)
 
 
-@settings(drawn, max_examples=12)
+@settings(drawn, max_examples=10)
 @given(st.lists(cases(), min_size=CASES_PER_CALL, max_size=CASES_PER_CALL))
 def test_three_ranks_equal_one_process(batch_of_cases: list[Case]) -> None:
     run_drawn(3, batch_of_cases)

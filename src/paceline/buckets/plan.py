@@ -183,7 +183,8 @@ class BucketPlan:
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly if they cut the same gradients in the same way."""
-        text = "\n".join(self.describe())
+        strides = [spec.stride for bucket in self.buckets for spec in bucket.parameters]
+        text = "\n".join([*self.describe(), str(strides)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> list[str]:

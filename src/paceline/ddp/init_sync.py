@@ -66,6 +66,12 @@ def verify_same_plan(group: dist.ProcessGroup, plan: BucketPlan, device: torch.d
                     "arguments, and do not convert or freeze parameters on some ranks only.",
                     rank=rank,
                 )
+    if len({len(lines) for lines in plans}) == 1:
+        raise ModelMismatchError(
+            "Parameters lie in memory in different ways on different ranks (their strides differ, "
+            "for example by memory_format=torch.channels_last), so gradients cannot be summed. "
+            "Give every rank the same model."
+        )
     raise ModelMismatchError(
         f"Ranks cut their gradients into different numbers of buckets: {[len(p) for p in plans]}. "
         "Give every rank the same model and the same bucket arguments."

@@ -103,6 +103,7 @@ class Reducer:
         self._step: Step | None = None
         self.arrivals = Arrivals(len(self.parameters))
         self._taps_are_suspect = False
+        self._first_step = 0
         self._context_id: int | None = None
         self._drained = 0
         self._weighted_mean = WeightedMean()
@@ -171,6 +172,7 @@ class Reducer:
         """Go on with another group: buckets start over from the plan of construction."""
         self.transport, self.peers = transport, peers
         self.phase, self._step = Phase.IDLE, None
+        self._first_step = self.steps
         self.arrivals.forget()
         self.plan_is_agreed = self.has_rebuilt = False
         self._build(self._first_plan())
@@ -236,12 +238,14 @@ class Reducer:
                 return
             reach = first_reached(self.taps.nodes) if leads_to_parameters else Reach.RUNS
             if reach is Reach.UNREACHED:
-                return  # torch.autograd.grad for inputs, as in a gradient penalty
-            if reach is Reach.CAPTURED and self._context_id is None:
+                # torch.autograd.grad for inputs, as in a gradient penalty; or distributed autograd,
+                # whose engine does not say: then the first gradient begins the step.
+                return
+            if reach is Reach.CAPTURED:
                 error = autograd_grad_error(self.transport.rank)
                 self.on_error(error)
                 raise error
-            self._begin(in_context=reach is Reach.CAPTURED)
+            self._begin(in_context=False)
 
     def on_gradient(self, index: int) -> None:
         """A parameter's gradient is ready. The hot path: runs once per parameter and step."""
@@ -267,7 +271,8 @@ class Reducer:
             if self.policy.tracks_unused and self.parameters[index].grad is not None:
                 self.usage.flags[index] = 1
             return None
-        return self._begin(in_context=reach_of(self.taps.nodes[index]) is Reach.CAPTURED)
+        # The engine of distributed autograd runs this node without admitting that it will.
+        return self._begin(in_context=reach_of(self.taps.nodes[index]) is not Reach.RUNS)
 
     def _begin(self, *, in_context: bool) -> Step:
         """Open the buckets for a new step, or go on with one that waits for gradients."""
@@ -275,13 +280,12 @@ class Reducer:
         if self.phase is Phase.WAITING and self._step is not None:
             self.phase = Phase.REDUCING
             return self._step
-        home = self.local_home
-        if in_context and self._context_id is not None:
-            home = ContextHome(self._context_id)
+        in_context = in_context and self._context_id is not None
+        home = ContextHome(self._context_id or 0) if in_context else self.local_home
         step = self._open_step(home)
         if self.arrivals.counts is not None:
             self._take_absent(step, [slot for slot in self.slots if slot.expected == 0])
-        elif self.policy.find_unused and not self.policy.static_graph:
+        elif self.policy.find_unused and not self.policy.static_graph and not in_context:
             self._take_absent(step, self._search_unused())
         return step
 
@@ -301,7 +305,8 @@ class Reducer:
             slot.arrived = 0
             slot.expected = expected if counts is None else counts[slot.index]
         factor = self._prefactor(self.weight)
-        step = Step(self.steps, self.transport.rank, home, self.weight, factor, joined=joined)
+        number = self.steps - self._first_step
+        step = Step(number, self.transport.rank, home, self.weight, factor, joined=joined)
         self.phase, self._step = Phase.REDUCING, step
         return step
 

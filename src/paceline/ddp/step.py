@@ -17,7 +17,7 @@ class Step:
     """The state of one step.
 
     Attributes:
-        number: Counts from 0, failed and skipped steps included. Ranks compare it.
+        number: Counts from 0 in this group, failed and skipped steps included. Ranks compare it.
         rank: This rank, for reports.
         home: Where this step's gradients live.
         weight: This rank's ``weighted(n)``, if any.

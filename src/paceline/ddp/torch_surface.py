@@ -99,8 +99,8 @@ class TorchSurface(TorchDDP):
     def _require_reducer(self, what: str) -> Reducer:
         if self.reducer is None:
             raise ConfigurationError(
-                f"{what} needs parameters that this wrapper reduces bucket by bucket, but the "
-                "reduction of all of them is delayed (delay_all_reduce_named_params)."
+                f"{what} needs parameters that this wrapper reduces bucket by bucket, but all of "
+                "them are delayed (delay_all_reduce_named_params) or reduced by a wrapper inside."
             )
         return self.reducer
 
@@ -276,6 +276,7 @@ class TorchSurface(TorchDDP):
         logger.set("find_unused_parameters", int(policy.find_unused))
         logger.set("gradient_as_bucket_view", int(self.gradient_as_bucket_view is True))
         logger.set("static_graph", int(policy.static_graph))
+        logger.set("is_multi_device_module", int(self.is_multi_device_module))
         is_sync_bn = (isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         logger.set("has_sync_bn", int(any(is_sync_bn)))
 

@@ -24,7 +24,7 @@ class Reach(enum.Enum):
     """Its gradient will be accumulated."""
 
     CAPTURED = enum.auto()
-    """Its gradient is handed out instead: ``torch.autograd.grad``, or distributed autograd."""
+    """Its gradient is handed out instead: ``torch.autograd.grad``."""
 
     UNREACHED = enum.auto()
     """No gradient will be computed."""

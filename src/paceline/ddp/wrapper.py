@@ -43,7 +43,14 @@ from paceline.ddp.unused import find_tensors
 from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.observe import DDPStats
-from paceline.torch_private import MixedPrecisionConfig, is_inside_backward, move_inputs
+from paceline.torch_private import (
+    MixedPrecisionConfig,
+    TorchDDP,
+    is_inside_backward,
+    move_inputs,
+    not_compiled,
+    not_compiled_itself,
+)
 from paceline.transport import C10dTransport
 
 
@@ -192,7 +199,7 @@ class DistributedDataParallel(TorchSurface):
         }
         specs: list[ParameterSpec] = []
         parameters: list[torch.nn.Parameter] = []
-        seen: set[int] = set()
+        seen = self._reduced_inside()
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             is_ours = parameter.requires_grad and name not in self.parameters_to_ignore
             if not is_ours or id(parameter) in seen:
@@ -205,6 +212,31 @@ class DistributedDataParallel(TorchSurface):
             )
             parameters.append(parameter)
         return specs, parameters
+
+    def _reduced_inside(self) -> set[int]:
+        """Return the ids of parameters that a wrapper inside of the module already averages.
+
+        To average them again would change nothing, but cost as much; and two wrappers cannot both
+        lend out views of their buckets.
+
+        Raises:
+            ConfigurationError: If a wrapper inside averages over other ranks.
+        """
+        inside: set[int] = set()
+        mine = dist.get_process_group_ranks(self.process_group)
+        for name, module in self.module.named_modules():
+            if not isinstance(module, TorchDDP):
+                continue
+            if dist.get_process_group_ranks(module.process_group) != mine:
+                raise ConfigurationError(
+                    f"The module holds a DistributedDataParallel ({name or 'itself'}), over "
+                    "a group of other ranks. A parameter can be averaged by one wrapper only: wrap "
+                    "the modules beside each other, or list the inner one's parameters with "
+                    "_set_params_and_buffers_to_ignore_for_model."
+                )
+            ignored = module.parameters_to_ignore
+            inside.update(id(p) for n, p in module.module.named_parameters() if n not in ignored)
+        return inside
 
     def _start_equal(self) -> None:
         """Verify that ranks hold the same model, then copy rank 0's state to all."""
@@ -240,6 +272,7 @@ class DistributedDataParallel(TorchSurface):
 
     # --- forward -------------------------------------------------------------------------------
 
+    @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the gradients of its backward will be averaged over all ranks."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -248,6 +281,7 @@ class DistributedDataParallel(TorchSurface):
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
+    @not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran:
             self._lazy_init()
@@ -284,6 +318,7 @@ class DistributedDataParallel(TorchSurface):
         if self._join_config.enable:
             agree_on_sync(self, self.require_backward_grad_sync, wait=False)
 
+    @not_compiled
     def _post_forward(self, output: Any) -> Any:
         if self.reducer is not None:
             if self._syncs_buffers(Moment.AFTER_FORWARD):
