@@ -110,7 +110,9 @@ class Flight:
                 bucket.reduction = self._transport.start(bucket.flat)
         except RuntimeError as error:
             raise self._error(step, f"all_reduce of bucket {bucket.index}", error) from error
-        bucket.reduction.on_done(_stamp(self._clock.ended, bucket.index))
+        if bucket is not self._buckets[-1]:
+            # The last one is waited for anyway, and a callback would take the GIL from that wait.
+            bucket.reduction.on_done(_stamp(self._clock.ended, bucket.index))
 
     def _start_hook(self, hook: RegisteredHook, step: Step, bucket: Bucket, is_last: bool) -> None:
         started = hook.collectives_started()
