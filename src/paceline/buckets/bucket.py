@@ -54,7 +54,7 @@ class Slot:
         self.index = spec.index
         self.parameter = parameter
         self.bucket_index = bucket_index
-        self.small = spec.nbytes < small_bytes
+        self.small = spec.nbytes < small_bytes and not spec.sparse
         self.view: torch.Tensor | None = None
         self.expected = 1
         self.arrived = 0
@@ -89,7 +89,6 @@ class Bucket:
         self.tail: torch.Tensor | None = None
         self.sparse_gradient: torch.Tensor | None = None
         self.pending = 0
-        self.waiting: list[Slot] = []
         self.reduction: Reduction | None = None
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._views: list[torch.Tensor] = []

@@ -33,19 +33,21 @@ class Filler:
         self._usage = usage
         self._clock = clock
 
-    def take(self, step: Step, bucket: Bucket, slot: Slot) -> bool:
-        """A gradient has arrived. Return whether its bucket is now full, and filled."""
-        pending = bucket.pending = bucket.pending - 1
-        if slot.small or bucket.sparse:
-            bucket.waiting.append(slot)
-            if pending and len(bucket.waiting) >= BATCH_SLOTS:
-                self._take_waiting(step, bucket)
-        else:
-            self._take_large(step, slot)
-        if pending:
-            return False
-        self.fill(step, bucket)
-        return True
+    def take(self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> bool:
+        """Gradients have arrived. Return whether a bucket is full now, and filled."""
+        small = [slot for slot in slots if slot.small]
+        if small:
+            self._take_small(step, small)
+        is_full = False
+        for slot in slots:
+            bucket = buckets[slot.bucket_index]
+            if not slot.small:
+                self._take_large(step, bucket, slot)
+            pending = bucket.pending = bucket.pending - 1
+            if not pending:
+                self.fill(step, bucket)
+                is_full = True
+        return is_full
 
     def take_absent(self, step: Step, bucket: Bucket, slot: Slot) -> None:
         """No gradient will arrive for this slot."""
@@ -56,10 +58,8 @@ class Filler:
             self.fill(step, bucket)
 
     def fill(self, step: Step, bucket: Bucket) -> None:
-        """All gradients of a bucket are there: bring in what waits, scale, check."""
+        """All gradients of a bucket are there: scale, check."""
         self._clock.ready[bucket.index] = time.perf_counter_ns()
-        if bucket.waiting:
-            self._take_waiting(step, bucket)
         with torch.no_grad():
             if step.absent:
                 self._take_leftovers(step, bucket)
@@ -68,10 +68,12 @@ class Filler:
             if self._policy.nonfinite is not NonFinite.IGNORE and not bucket_is_finite(bucket):
                 step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket))
 
-    def _take_large(self, step: Step, slot: Slot) -> None:
+    def _take_large(self, step: Step, bucket: Bucket, slot: Slot) -> None:
         with torch.no_grad():
             try:
-                if step.factor == 0.0:
+                if bucket.sparse:
+                    collect_sparse(bucket, step.home.gradient(slot), step.factor)
+                elif step.factor == 0.0:
                     step.unsettled += _take_nothing([slot])
                 elif step.factor == 1.0:
                     step.unsettled += step.home.collect([slot])
@@ -82,13 +84,10 @@ class Filler:
         if self._policy.tracks_unused:
             self._usage.note([slot])
 
-    def _take_waiting(self, step: Step, bucket: Bucket) -> None:
-        slots, bucket.waiting = bucket.waiting, []
+    def _take_small(self, step: Step, slots: Sequence[Slot]) -> None:
         with torch.no_grad():
             try:
-                if bucket.sparse:
-                    collect_sparse(bucket, step.home.gradient(slots[0]), step.factor)
-                elif step.factor == 0.0:
+                if step.factor == 0.0:
                     step.unsettled += _take_nothing(slots)
                 else:
                     step.unsettled += step.home.collect(slots)

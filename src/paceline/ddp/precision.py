@@ -99,7 +99,7 @@ class PrecisionSwap:
         """The full-precision gradient from before this step, which waits aside."""
         return self._kept.get(parameter)
 
-    def on_gradient(self, index: int) -> None:
+    def on_gradients(self) -> None:
         """Part of the Listener protocol; single gradients are the reducer's business."""
 
     def on_output(self, leads_to_parameters: bool) -> None:

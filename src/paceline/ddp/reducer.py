@@ -44,7 +44,7 @@ from paceline.config import GradientViews, MissingGradients, NonFinite, ReducePo
 from paceline.ddp.arrivals import Arrivals
 from paceline.ddp.control import ControlBlock, ControlLayout, Flag
 from paceline.ddp.diagnosis import autograd_grad_error
-from paceline.ddp.filler import Filler
+from paceline.ddp.filler import BATCH_SLOTS, Filler
 from paceline.ddp.flight import Flight
 from paceline.ddp.homes import ContextHome, GradientHome, LocalHome
 from paceline.ddp.iteration import Phase
@@ -55,7 +55,7 @@ from paceline.ddp.settle import settle
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets
-from paceline.ddp.taps import GradientTaps, accumulate_node, tap_outputs
+from paceline.ddp.taps import GradientTaps, Inbox, accumulate_node, tap_outputs
 from paceline.ddp.unused import Reach, find_tensors, first_reached, reach_of
 from paceline.ddp.usage import UsageMap
 from paceline.ddp.weights import WeightedMean
@@ -109,8 +109,8 @@ class Reducer:
         self._weighted_mean = WeightedMean()
         self._lock = threading.RLock()
         self._build(self._first_plan())
-        self.taps = GradientTaps(self.parameters, self)
-        self._nodes = frozenset(self.taps.nodes)
+        self._inbox = Inbox(self)
+        self._tap()
 
     # --- buckets -------------------------------------------------------------------------------
 
@@ -180,7 +180,11 @@ class Reducer:
     def retap(self) -> None:
         """Listen at the parameters' present AccumulateGrad nodes."""
         self.taps.remove()
-        self.taps = GradientTaps(self.parameters, self)
+        self._tap()
+
+    def _tap(self) -> None:
+        urgent = {slot.index for slot in self.slots if not slot.small}
+        self.taps = GradientTaps(self.parameters, self._inbox, urgent)
         self._nodes = frozenset(self.taps.nodes)
 
     def _attach_memory(self, bucket: Bucket) -> None:
@@ -247,38 +251,57 @@ class Reducer:
                 raise error
             self._begin(in_context=False)
 
-    def on_gradient(self, index: int) -> None:
-        """A parameter's gradient is ready. The hot path: runs once per parameter and step."""
+    def on_gradients(self) -> None:
+        """Gradients are ready ([Note: batches] in taps.py)."""
         with self._lock:
-            step = self._step
-            if step is None or self.phase is not Phase.REDUCING:
-                step = self._begin_at_gradient(index)
+            while len(self._inbox) >= self._inbox.due:
+                indices = self._inbox.take()
+                step = self._step
+                if step is None or self.phase is not Phase.REDUCING:
+                    step = self._begin_at_gradient(indices)
                 if step is None:
                     return
-            slot = self.slots[index]
-            arrived = slot.arrived = slot.arrived + 1
-            if self.arrivals.log is not None:
-                self.arrivals.log.append(index)
-            if arrived == slot.expected:
-                if self.filler.take(step, self.buckets[slot.bucket_index], slot):
-                    self._start_full(step)
-            elif arrived > slot.expected:
-                self._note_unexpected(step, slot)
+                self._take(step, indices)
 
-    def _begin_at_gradient(self, index: int) -> Step | None:
+    def _begin_at_gradient(self, indices: Sequence[int]) -> Step | None:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
         if self.phase is Phase.IDLE:
-            if self.policy.tracks_unused and self.parameters[index].grad is not None:
-                self.usage.flags[index] = 1
+            for index in indices if self.policy.tracks_unused else ():
+                if self.parameters[index].grad is not None:
+                    self.usage.flags[index] = 1
             return None
         # The engine of distributed autograd runs this node without admitting that it will.
-        return self._begin(in_context=reach_of(self.taps.nodes[index]) is not Reach.RUNS)
+        return self._begin(in_context=reach_of(self.taps.nodes[indices[0]]) is not Reach.RUNS)
+
+    def _take(self, step: Step, indices: Sequence[int]) -> None:
+        """Count gradients, bring them in, start the buckets that are full. The hot path."""
+        if self.arrivals.log is not None:
+            self.arrivals.log += indices
+        slots = self.slots
+        complete = []
+        for index in indices:
+            slot = slots[index]
+            arrived = slot.arrived = slot.arrived + 1
+            if arrived == slot.expected:
+                complete.append(slot)
+            elif arrived > slot.expected:
+                self._note_unexpected(step, slot)
+        if self.filler.take(step, self.buckets, complete):
+            self._start_full(step)
+        self._set_due()
+
+    def _set_due(self) -> None:
+        """Ask to be told no later than the next bucket can be full."""
+        started = self.flight.started
+        pending = self.buckets[started].pending if started < len(self.buckets) else 1
+        self._inbox.due = min(BATCH_SLOTS, pending)
 
     def _begin(self, *, in_context: bool) -> Step:
         """Open the buckets for a new step, or go on with one that waits for gradients."""
         queue_callback(self._finish)
         if self.phase is Phase.WAITING and self._step is not None:
             self.phase = Phase.REDUCING
+            self._set_due()
             return self._step
         in_context = in_context and self._context_id is not None
         home = ContextHome(self._context_id or 0) if in_context else self.local_home
@@ -287,6 +310,7 @@ class Reducer:
             self._take_absent(step, [slot for slot in self.slots if slot.expected == 0])
         elif self.policy.find_unused and not self.policy.static_graph and not in_context:
             self._take_absent(step, self._search_unused())
+        self._set_due()
         return step
 
     def _open_step(self, home: GradientHome, *, joined: bool = False) -> Step:
@@ -300,7 +324,6 @@ class Reducer:
         for bucket in self.buckets:
             self._attach_memory(bucket)
             bucket.pending = len(bucket.slots)
-            bucket.waiting.clear()
         for slot in self.slots:
             slot.arrived = 0
             slot.expected = expected if counts is None else counts[slot.index]
@@ -344,12 +367,14 @@ class Reducer:
             if step is None or self.phase is not Phase.REDUCING:
                 return
             self.clock.backward_ended = time.perf_counter_ns()
+            self._take(step, self._inbox.take())
             if self.policy.static_graph and self.arrivals.counts is None:
                 self._take_everything(step)
             missing = self._missing()
             if missing and not self.policy.find_unused:
                 if self.policy.missing is MissingGradients.WAIT:
                     self.phase = Phase.WAITING
+                    self._inbox.due = 1
                     return
                 self._note_missing(step, missing)
             self._complete(step, missing)
@@ -361,11 +386,9 @@ class Reducer:
         """The first step of a static graph: how often gradients arrive is known only now."""
         for slot in self.slots:
             slot.expected = slot.arrived
-            bucket = self.buckets[slot.bucket_index]
-            if slot.arrived:
-                self.filler.take(step, bucket, slot)
-            else:
-                self.filler.take_absent(step, bucket, slot)
+            if not slot.arrived:
+                self.filler.take_absent(step, self.buckets[slot.bucket_index], slot)
+        self.filler.take(step, self.buckets, [slot for slot in self.slots if slot.arrived])
 
     def _complete(self, step: Step, missing: Sequence[Slot]) -> None:
         """Start what is left, wait, judge, settle. Whatever happens, the next step can begin."""
@@ -415,13 +438,13 @@ class Reducer:
         """Leave nothing behind that could hold memory or disturb the next step."""
         self.phase, self._step = Phase.IDLE, None
         self.steps += 1
+        self._inbox.clear()
+        self._inbox.due = 1
         self.clock.step_ended = time.perf_counter_ns()
         self.flight.close()
         self.join_divisor = None
         if self.policy.tracks_unused:
             self.usage.close_step()
-        for bucket in self.buckets:
-            bucket.waiting.clear()
         self.after_step()
 
     # --- optimizer in backward -----------------------------------------------------------------
@@ -523,8 +546,6 @@ class Reducer:
         waits = self.policy.missing is MissingGradients.WAIT
         is_told = self.phase is Phase.REDUCING and not (waits and step.failure is not None)
         with self._lock, torch.no_grad():
-            for bucket in self.buckets:
-                bucket.waiting.clear()
             if is_told:
                 step.fail(FailureKind.BACKWARD_RAISED, [], "its backward pass raised an exception")
             else:

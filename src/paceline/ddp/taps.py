@@ -25,24 +25,56 @@ from paceline.ddp.unused import is_in_graph
 class Listener(Protocol):
     """Who is told: the reducer."""
 
-    def on_gradient(self, index: int) -> None:
-        """A parameter's gradient has been accumulated."""
+    def on_gradients(self) -> None:
+        """Gradients have been accumulated: as many as were due are in the inbox."""
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward has reached an output of the module."""
 
 
-class GradientTaps:
-    """Hooks on the AccumulateGrad nodes of some parameters."""
+class Inbox(list[int]):
+    """Parameters, by index, whose gradients have arrived and have not been taken yet.
 
-    def __init__(self, parameters: Sequence[torch.Tensor], listener: Listener) -> None:
+    [Note: batches] The listener is told when ``due`` are in the inbox, so that most gradients cost
+    one append. It sets ``due`` to how many must at least arrive before a bucket can be full, so a
+    batch never delays a reduction, in whatever order gradients come. While no step is under way,
+    every gradient is due. Hooks may run on several threads: an append is atomic, and the listener
+    removes entries at the front only.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.due = 1
+        self._listener = weakref.ref(listener)
+
+    def tell(self) -> None:
+        """Tell the listener, if it still lives."""
+        listener = self._listener()
+        if listener is not None:
+            listener.on_gradients()
+
+    def take(self) -> list[int]:
+        """Remove and return what is there."""
+        count = len(self)
+        taken = self[:count]
+        del self[:count]
+        return taken
+
+
+class GradientTaps:
+    """Hooks on the AccumulateGrad nodes of some parameters.
+
+    Those that are ``urgent`` are told of at once: gradients too large to be kept waiting.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], inbox: Inbox, urgent: Set[int]) -> None:
         self.nodes: list[Any] = []
         self._handles: list[Any] = []
-        reference = weakref.ref(listener)
         for index, parameter in enumerate(parameters):
             node = accumulate_node(parameter)
             self.nodes.append(node)
-            self._handles.append(node.register_hook(_gradient_hook(reference, index)))
+            hook = _urgent_hook(inbox, index) if index in urgent else _gradient_hook(inbox, index)
+            self._handles.append(node.register_hook(hook))
 
     def remove(self) -> None:
         """Stop listening. Gradients stay local from now on."""
@@ -79,10 +111,20 @@ def tap_outputs(
         node.register_prehook(on_output)
 
 
-def _gradient_hook(reference: weakref.ref[Listener], index: int) -> Callable[..., None]:
+def _gradient_hook(inbox: Inbox, index: int) -> Callable[..., None]:
+    append = inbox.append
+
     def on_gradient(*_: Any) -> None:
-        listener = reference()
-        if listener is not None:
-            listener.on_gradient(index)
+        append(index)
+        if len(inbox) >= inbox.due:
+            inbox.tell()
+
+    return on_gradient
+
+
+def _urgent_hook(inbox: Inbox, index: int) -> Callable[..., None]:
+    def on_gradient(*_: Any) -> None:
+        inbox.append(index)
+        inbox.tell()
 
     return on_gradient
