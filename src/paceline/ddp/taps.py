@@ -125,6 +125,7 @@ def _gradient_hook(inbox: Inbox, index: int) -> Callable[..., None]:
 def _urgent_hook(inbox: Inbox, index: int) -> Callable[..., None]:
     def on_gradient(*_: Any) -> None:
         inbox.append(index)
+        inbox.due = 1
         inbox.tell()
 
     return on_gradient
