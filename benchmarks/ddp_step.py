@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +16,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import command
-from benchmarks.interleave import Samples, Schedule, cpus, mean_over_ranks, run_rank, walls
+from benchmarks.interleave import (
+    Samples,
+    Schedule,
+    cpus,
+    join_launches,
+    mean_over_ranks,
+    run_rank,
+    walls,
+)
 from benchmarks.progress import RoundBar
 from benchmarks.ratios import Estimate, p50, ratio
 from benchmarks.variants import (
@@ -109,7 +117,13 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks", type=command.integers, default=[2, 4], metavar="N,M", help="default: 2,4"
     )
     parser.add_argument(
-        "--rounds", type=command.positive, default=20, help="rounds of all variants (default: 20)"
+        "--launches", type=command.positive, default=3, help="in fresh processes (default: 3)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=command.positive,
+        default=10,
+        help="of all variants, each launch (default: 10)",
     )
     each = ", ".join(f"{name} {workload.steps}" for name, workload in WORKLOADS.items())
     parser.add_argument(
@@ -156,12 +170,20 @@ def _run(args: argparse.Namespace) -> int:
 def _measure(
     args: argparse.Namespace, workload: str, ranks: int, variants: tuple[Variant, ...]
 ) -> Result:
-    steps = args.steps or WORKLOADS[workload].steps
-    steady = not args.system_malloc
-    schedule = Schedule(workload, variants, args.rounds, steps, is_malloc_steady=steady)
-    bar = RoundBar(f"{workload}, {ranks} ranks", args.rounds)
-    per_rank = run_ranks(ranks, run_rank, schedule, bar, timeout_s=args.timeout)
-    return Result(workload, ranks, mean_over_ranks(per_rank))
+    schedule = Schedule(
+        workload,
+        variants,
+        args.rounds,
+        args.steps or WORKLOADS[workload].steps,
+        is_malloc_steady=not args.system_malloc,
+    )
+    launches = []
+    for seed in range(args.launches):
+        bar = RoundBar(f"{workload}, {ranks} ranks, launch {seed + 1}", args.rounds)
+        mine = replace(schedule, seed=seed)
+        per_rank = run_ranks(ranks, run_rank, mine, bar, timeout_s=args.timeout)
+        launches.append(mean_over_ranks(per_rank))
+    return Result(workload, ranks, join_launches(launches))
 
 
 def _table(results: Sequence[Result]) -> Table:

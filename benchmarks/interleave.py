@@ -7,6 +7,10 @@ that is shuffled anew per round (the same on all ranks): what disturbs the machi
 disturbs all variants alike, and no variant always follows the same neighbour. Ratios are then taken
 round by round. Beside the wall clock stands the CPU time of the whole process, which other programs
 on the machine disturb less, though it does not see waiting.
+
+One thing rounds cannot average out: where in memory a model came to lie, which is worth 2 to 3 % of
+a transformer's step. So there are several launches, in fresh processes, and each builds the models
+in another order.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,8 @@ from torch import nn
 from benchmarks import malloc, workloads
 from benchmarks.progress import RoundBar
 from benchmarks.variants import LOCAL, Variant
+
+T = TypeVar("T")
 
 
 class Cost(NamedTuple):
@@ -50,6 +56,7 @@ class Schedule:
         variants: What to compare.
         rounds: How many rounds are measured.
         steps: Steps of each variant in a round.
+        seed: Decides about the order of building and of running; another one for each launch.
         warm_up: Steps of each variant before; torch and Paceline rebuild buckets in the second.
         are_all_reduced: All variants but `local` reduce gradients, so they must agree: checked.
         is_malloc_steady: Take the luck out of page faults (:mod:`benchmarks.malloc`).
@@ -59,6 +66,7 @@ class Schedule:
     variants: tuple[Variant, ...]
     rounds: int
     steps: int
+    seed: int = 0
     warm_up: int = 4
     are_all_reduced: bool = True
     is_malloc_steady: bool = True
@@ -115,10 +123,10 @@ def run_rank(schedule: Schedule, bar: RoundBar, step: Step = time_step) -> Sampl
             step(model, batch)
     if schedule.are_all_reduced:
         check_same_gradients(models)
-    samples: Samples = {label: [] for label in models}
+    samples: Samples = {variant.label: [] for variant in schedule.variants}
     with bar:
         for number in range(schedule.rounds):
-            for label in _order(list(models), number):
+            for label in _shuffled(list(samples), f"{schedule.seed} {number}"):
                 samples[label].append(_run_block(models[label], batch, schedule.steps, step))
             bar.advance()
     return samples
@@ -128,7 +136,7 @@ def build_models(schedule: Schedule) -> dict[str, nn.Module]:
     """Wrap one copy of the model per variant."""
     return {
         variant.label: variant.wrap(workloads.build(schedule.workload))
-        for variant in schedule.variants
+        for variant in _shuffled(schedule.variants, f"{schedule.seed}")
     }
 
 
@@ -147,8 +155,9 @@ def _run_block(model: nn.Module, batch: torch.Tensor, steps: int, step: Step) ->
     return [step(model, batch) for _ in range(steps)]
 
 
-def _order(labels: list[str], number: int) -> list[str]:
-    return random.Random(number).sample(labels, len(labels))
+def _shuffled(items: Sequence[T], seed: str) -> list[T]:
+    """The same order on every rank."""
+    return random.Random(seed).sample(items, len(items))
 
 
 def mean_over_ranks(per_rank: Sequence[Samples]) -> Samples:
@@ -163,6 +172,13 @@ def mean_over_ranks(per_rank: Sequence[Samples]) -> Samples:
             for blocks in zip(*(samples[label] for samples in per_rank), strict=True)
         ]
         for label in per_rank[0]
+    }
+
+
+def join_launches(launches: Sequence[Samples]) -> Samples:
+    """Put the rounds of several launches one after the other."""
+    return {
+        label: [block for samples in launches for block in samples[label]] for label in launches[0]
     }
 
 

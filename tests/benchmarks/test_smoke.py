@@ -19,8 +19,9 @@ def run(json_file: Path, *words: str) -> Any:
 
 
 def test_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--models", "small", "--ranks", "2", "--rounds", "2", "--steps", "1", "--control")
-    (result,) = run(tmp_path / "out.json", *words)["results"]
+    words = "--models small --ranks 2 --launches 2 --rounds 2 --steps 1 --control"
+    (result,) = run(tmp_path / "out.json", *words.split())["results"]
+    assert len(result["samples_wall_cpu_ms"]["paceline"]) == 4
     assert set(result["p50_ms"]) == {*VARIANTS, "torch views again"}
     assert all(value > 0 for value in result["p50_ms"].values())
     assert result["better_torch_mode"] in ("torch", "torch views")
@@ -50,7 +51,7 @@ def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
 
 def test_a_missed_target_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.ddp_step.Result.limit", 0.0)
-    words = ["--models", "small", "--ranks", "1", "--rounds", "1", "--steps", "1"]
+    words = ["--models", "small", "--ranks", "1", "--launches", "1", "--rounds", "1"]
     assert main(words) == 0
     assert main([*words, "--check"]) == 1
 
