@@ -709,7 +709,9 @@ class TestStaticGraph:
     def test_used_first_and_not_later(self) -> None:
         for error, after in self.run(["left", "right"], lambda rank: ["left"]):
             assert isinstance(error, GraphChangedError)
-            assert mentions(error, "right.weight", "rank 0", "rank 1", "find_unused_parameters=True instead")
+            assert mentions(
+                error, "right.weight", "rank 0", "rank 1", "find_unused_parameters=True instead"
+            )
             torch.testing.assert_close(after, expected(2))
 
     def test_used_first_and_not_later_on_one_rank(self) -> None:
