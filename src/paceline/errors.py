@@ -4,6 +4,7 @@ PacelineError
 ├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
 │   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
 │   ├── MeshError (RuntimeError)             a device mesh that does not fit
+│   ├── SharedMemoryError (RuntimeError)     transport="shm" was asked for and cannot be had
 │   └── TooLateError (RuntimeError)          a setting that must come before training
 ├── GroupNotReadyError (ValueError)          there is no process group to reduce over
 ├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
@@ -19,7 +20,12 @@ PacelineError
 │   ├── AutogradGradError                    torch.autograd.grad took gradients away
 │   ├── PeerFailedError                      another rank's backward raised before it was done
 │   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
-│   └── CollectiveError                      the group could not reduce a bucket
+│   └── CollectiveError                      the group could not do what was asked of it
+│       ├── PeerLostError (ConnectionError)  a rank died, or left the group
+│       ├── CollectiveTimeoutError (TimeoutError)  a rank did not come before the deadline
+│       ├── CollectiveMismatchError          ranks brought different things to one collective
+│       ├── GroupAbortedError                abort() was called, or a rank was interrupted
+│       └── GroupClosedError                 the group was used after it was destroyed, or in a fork
 ├── HookSignatureError (ValueError)          a hook does not take (state, bucket)
 ├── HookNotCallableError (TypeError)         a hook is no function
 └── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
@@ -31,6 +37,7 @@ Rank, parameters and operation are attributes too, for programs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class PacelineError(Exception):
@@ -67,6 +74,10 @@ class UntrainableModuleError(ConfigurationError, RuntimeError):
 
 class MeshError(ConfigurationError, RuntimeError):
     """``device_mesh`` does not fit: it is not 1-D, or there is a group beside it."""
+
+
+class SharedMemoryError(ConfigurationError, RuntimeError):
+    """``transport="shm"`` was asked for, and the ranks of this group cannot share memory."""
 
 
 class TooLateError(ConfigurationError, RuntimeError):
@@ -130,7 +141,47 @@ class DesynchronizedError(StepError):
 
 
 class CollectiveError(StepError):
-    """The process group could not reduce a bucket."""
+    """The process group could not do what was asked of it."""
+
+
+class PeerLostError(CollectiveError, ConnectionError):
+    """A rank died, or left the group, while others needed it. The group is over.
+
+    Attributes:
+        rank: The rank that is gone.
+        host: Where it ran.
+        pid: Its process.
+    """
+
+    def __init__(self, message: str, *, host: str = "", pid: int = 0, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.host = host
+        self.pid = pid
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A rank did not come to a collective before the deadline. The group is over.
+
+    Attributes:
+        rank: The first rank that is missing.
+        missing: All of them.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[int] = (), **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.missing = tuple(missing)
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Ranks brought different sizes, dtypes, operations or collectives. The group goes on."""
+
+
+class GroupAbortedError(CollectiveError):
+    """Somebody ended the group: ``abort()``, or Ctrl-C inside of a collective."""
+
+
+class GroupClosedError(CollectiveError):
+    """The group was used after it was destroyed, or in a forked child of its owner."""
 
 
 class HookSignatureError(PacelineError, ValueError):

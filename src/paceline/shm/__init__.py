@@ -1,0 +1,21 @@
+"""Ranks of one host, sharing memory: segments, the native core, collectives, the c10d backend.
+
+Start with :mod:`paceline.shm.group`; how ranks find each other is in :mod:`paceline.shm.connect`,
+the bytes they share in ``native/layout.h``, the proof in ``docs/protocol.md``.
+"""
+
+from paceline.shm.connect import Connection, Gather, Refusal, connect
+from paceline.shm.group import ASYNC, BLOCKING, Call, SharedGroup
+from paceline.shm.pending import Pending
+
+__all__ = [
+    "ASYNC",
+    "BLOCKING",
+    "Call",
+    "Connection",
+    "Gather",
+    "Pending",
+    "Refusal",
+    "SharedGroup",
+    "connect",
+]

@@ -1,0 +1,77 @@
+"""How torch's dtypes and reduce operations are called in the native core."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from paceline.shm.extension import native
+
+DTYPES: dict[torch.dtype, int] = {}
+OPS: dict[object, int] = {}
+if native is not None:
+    DTYPES = {
+        torch.uint8: native.DTYPE_U8,
+        torch.int8: native.DTYPE_I8,
+        torch.int16: native.DTYPE_I16,
+        torch.int32: native.DTYPE_I32,
+        torch.int64: native.DTYPE_I64,
+        torch.float16: native.DTYPE_F16,
+        torch.bfloat16: native.DTYPE_BF16,
+        torch.float32: native.DTYPE_F32,
+        torch.float64: native.DTYPE_F64,
+        torch.bool: native.DTYPE_BOOL,
+        torch.complex64: native.DTYPE_C64,
+        torch.complex128: native.DTYPE_C128,
+    }
+    OPS = {
+        dist.ReduceOp.SUM: native.OP_SUM,
+        dist.ReduceOp.AVG: native.OP_AVG,
+        dist.ReduceOp.PRODUCT: native.OP_PRODUCT,
+        dist.ReduceOp.MIN: native.OP_MIN,
+        dist.ReduceOp.MAX: native.OP_MAX,
+        dist.ReduceOp.BAND: native.OP_BAND,
+        dist.ReduceOp.BOR: native.OP_BOR,
+        dist.ReduceOp.BXOR: native.OP_BXOR,
+    }
+
+_DTYPE_NAMES = {code: str(dtype).removeprefix("torch.") for dtype, code in DTYPES.items()}
+_OP_NAMES = {code: str(op).rpartition(".")[2].lower() for op, code in OPS.items()}
+_LINEAR = {OPS.get(dist.ReduceOp.SUM), OPS.get(dist.ReduceOp.AVG)}
+
+
+def real_view(tensor: torch.Tensor, op: int) -> torch.Tensor:
+    """Return a complex tensor as twice as many real numbers, where that means the same."""
+    return torch.view_as_real(tensor) if tensor.is_complex() and op in _LINEAR else tensor
+
+
+def can_reduce(dtype: torch.dtype, op: int | None) -> bool:
+    """Say whether the native core reduces this."""
+    code = DTYPES.get(dtype)
+    return code is not None and op is not None and bool(native.can_reduce(code, op))
+
+
+def describe_request(request: tuple[int, int, int, int, int, int]) -> str:
+    """Say in words what a rank brought: ``all_reduce #7 of 1024 float32 (sum)``."""
+    kind, dtype, op, root, count, seq = request
+    name = KIND_NAMES.get(kind, f"collective {kind}")
+    text = f"{name} #{seq}"
+    if name in ("barrier", "all_to_all"):
+        return text
+    text += f" of {count} {_DTYPE_NAMES.get(dtype, 'unknown')}"
+    if name in ("all_reduce", "reduce", "reduce_scatter"):
+        text += f" ({_OP_NAMES.get(op, 'unknown operation')})"
+    if name in ("reduce", "gather"):
+        text += f" to rank {root}"
+    if name in ("broadcast", "scatter"):
+        text += f" from rank {root}"
+    return text
+
+
+KIND_NAMES: dict[int, str] = {}
+if native is not None:
+    KIND_NAMES = {
+        getattr(native, name): name.removeprefix("KIND_").lower()
+        for name in dir(native)
+        if name.startswith("KIND_")
+    }

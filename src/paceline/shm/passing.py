@@ -1,0 +1,138 @@
+"""Hands descriptors between processes of one user, over an abstract Unix socket.
+
+An abstract socket has no file: nothing is left when a process dies half-way. The kernel says who is
+at the other end; another user is turned away, and so is a process without the group's token. All
+waits have a deadline.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+
+_CREDENTIALS = struct.Struct("3i")
+_HELLO = struct.Struct("!I")
+_FDS_PER_MESSAGE = 200  # the kernel takes 253
+_TOKEN_BYTES = 32
+
+
+class Deadline:
+    """A moment; every wait takes what is left until then."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._until_s = time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """Seconds left, never zero: a socket would take that for 'do not wait'."""
+        return max(self._until_s - time.monotonic(), 0.001)
+
+
+class Desk:
+    """Where one rank collects descriptors from all its peers and hands all of them to each."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._token = token
+        self._peers: dict[int, socket.socket] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + address)
+        self._socket.listen(128)
+
+    def collect(self, ranks: Sequence[int], each: int, deadline: Deadline) -> dict[int, list[int]]:
+        """Take ``each`` descriptors from every rank.
+
+        Raises:
+            OSError: If somebody does not come in time.
+        """
+        found: dict[int, list[int]] = {}
+        try:
+            while len(found) < len(ranks):
+                self._socket.settimeout(deadline.left_s())
+                connection, _ = self._socket.accept()
+                connection.settimeout(min(deadline.left_s(), 5.0))
+                answer = self._hello(connection, each)
+                if answer is None or answer[0] not in ranks or answer[0] in found:
+                    connection.close()
+                    _close_all(answer[1] if answer else [])
+                    continue
+                self._peers[answer[0]] = connection
+                found[answer[0]] = answer[1]
+        except BaseException:
+            for descriptors in found.values():
+                _close_all(descriptors)
+            raise
+        return found
+
+    def hand_out(self, descriptors: Sequence[int], deadline: Deadline) -> None:
+        """Give all descriptors to every peer."""
+        for connection in self._peers.values():
+            connection.settimeout(deadline.left_s())
+            for start in range(0, len(descriptors), _FDS_PER_MESSAGE):
+                part = list(descriptors[start : start + _FDS_PER_MESSAGE])
+                socket.send_fds(connection, [b"."], part)
+
+    def __enter__(self) -> Desk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._peers.values():
+            connection.close()
+        self._socket.close()
+
+    def _hello(self, connection: socket.socket, each: int) -> tuple[int, list[int]] | None:
+        """Let a peer in: the same user, the right token, the right number of descriptors."""
+        if not _is_same_user(connection):
+            return None
+        try:
+            size = _HELLO.size + _TOKEN_BYTES
+            data, descriptors, _, _ = socket.recv_fds(connection, size, each)
+        except OSError:
+            return None
+        token = data[_HELLO.size :].decode("ascii", "replace")
+        is_right = len(data) == size and hmac.compare_digest(token.encode(), self._token.encode())
+        if not is_right or len(descriptors) != each:
+            _close_all(descriptors)
+            return None
+        return _HELLO.unpack(data[: _HELLO.size])[0], list(descriptors)
+
+
+def visit(
+    address: str, token: str, rank: int, mine: Sequence[int], expected: int, deadline: Deadline
+) -> list[int]:
+    """Give a desk this rank's descriptors and take everybody's.
+
+    Raises:
+        OSError: If nobody answers in time, or the peer goes away.
+    """
+    received: list[int] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(deadline.left_s())
+        connection.connect("\0" + address)
+        if not _is_same_user(connection):
+            raise PermissionError("another user listens at the socket of a peer")
+        socket.send_fds(connection, [_HELLO.pack(rank) + token.encode()], list(mine))
+        try:
+            while len(received) < expected:
+                connection.settimeout(deadline.left_s())
+                data, descriptors, _, _ = socket.recv_fds(connection, 1, _FDS_PER_MESSAGE)
+                received.extend(descriptors)
+                if not data:
+                    raise ConnectionError("the peer that hands out descriptors has gone away")
+        except BaseException:
+            _close_all(received)
+            raise
+    return received
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    size = _CREDENTIALS.size
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,67 @@
+"""A collective under way: what :class:`~paceline.shm.group.SharedGroup` hands out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import CollectiveError
+from paceline.shm.extension import native
+
+Judge = Callable[["Pending", int], CollectiveError]
+
+
+class Pending:
+    """One collective. Holds its tensors until it is done: the native core writes to them."""
+
+    __slots__ = ("_copies", "_judge", "_lock", "_tensors", "operation")
+
+    def __init__(
+        self,
+        operation: Any,
+        tensors: Any,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        judge: Judge,
+    ) -> None:
+        self.operation = operation
+        self._tensors = tensors
+        self._copies = copies
+        self._judge = judge
+        self._lock = threading.Lock()
+
+    def is_done(self) -> bool:
+        """Say whether :meth:`wait` would return at once. Never blocks."""
+        return bool(self.operation.status() != native.STATUS_PENDING)
+
+    def done_ns(self) -> int:
+        """When it ended, as ``time.perf_counter_ns`` counts; 0 before."""
+        return int(self.operation.times()[1]) if self.is_done() else 0
+
+    def wait(self, timeout_s: float = -1.0) -> None:
+        """Block until the results are there; for ever, by default: the operation has a deadline.
+
+        Raises:
+            CollectiveError: If it failed, or did not end within ``timeout_s``.
+        """
+        status = self.operation.status()
+        if status == native.STATUS_PENDING:
+            status = self.operation.wait(timeout_s)
+        if status != native.STATUS_OK:
+            raise self._judge(self, status)
+        if self._copies:
+            self._copy_out()
+
+    def forget(self) -> None:
+        """Let go of the tensors. Only when done."""
+        if not self._copies:
+            self._tensors = None
+
+    def _copy_out(self) -> None:
+        """Bring results to tensors that the core could not write to itself. Once."""
+        with self._lock:
+            copies, self._copies = self._copies, ()
+            for target, source in copies:
+                target.copy_(source)
