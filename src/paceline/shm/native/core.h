@@ -105,7 +105,7 @@ enum pl_point {
     PL_POINT_BEGIN,           /* before anything is written */
     PL_POINT_TICKET_WRITTEN,
     PL_POINT_DATA_PUT,        /* own data is in the slot, not yet announced */
-    PL_POINT_PHASE_NOTED,     /* between the row's phase and the barrier's count */
+    PL_POINT_COUNTED,         /* between the barrier's count and waking the sleepers */
     PL_POINT_ARRIVED,
     PL_POINT_ASLEEP,          /* counted as a sleeper, about to sleep */
     PL_POINT_RELEASED,        /* the wait is over, nothing read yet */

@@ -56,6 +56,10 @@ static int reduce_range(pl_core *core, uint8_t *const *from, uint8_t *const *to,
     const void *sources[core->world];
     void *targets[to_count];
     for (uint64_t at = begin; at < end; at += stride) {
+        /* Before, not after: a rank that was stopped until its peers gave up writes no more. */
+        int state = pl_state(core);
+        if (state != PL_OK)
+            return state;
         for (uint32_t rank = 0; rank < core->world; rank++)
             sources[rank] = from[rank] + at * itemsize;
         for (uint32_t target = 0; target < to_count; target++)
@@ -63,9 +67,6 @@ static int reduce_range(pl_core *core, uint8_t *const *from, uint8_t *const *to,
         pl_reduce(targets, to_count, sources, core->world, smaller(stride, end - at),
                   request->dtype, request->op, core->world);
         pl_at(core, PL_POINT_REDUCING);
-        int state = pl_state(core);
-        if (state != PL_OK)
-            return state;
     }
     return PL_OK;
 }

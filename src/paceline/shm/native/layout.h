@@ -52,7 +52,7 @@ typedef struct {
 
 typedef struct {
     _Alignas(PL_LINE) _Atomic uint32_t life;  /* pl_life */
-    _Atomic uint32_t phase;                   /* the last phase this rank has arrived at */
+    _Atomic uint32_t phase;                   /* the last phase at which it has been counted */
     _Atomic uint64_t since_ns;                /* CLOCK_MONOTONIC of the latest change of life */
     _Atomic uint64_t finished;                /* seq of the last collective that ended here */
     _Alignas(PL_LINE) pl_ticket ticket[2];

@@ -68,12 +68,13 @@ void pl_set_life(pl_core *core, uint32_t life) {
 void pl_arrive(pl_core *core) {
     pl_barrier *barrier = &core->control->barrier;
     uint32_t target = ++core->phase * core->world;
-    /* The row is for people and for the watch; the count is what decides. */
-    atomic_store_explicit(&pl_my_row(core)->phase, core->phase, memory_order_relaxed);
-    pl_at(core, PL_POINT_PHASE_NOTED);
     uint32_t arrived = atomic_fetch_add(&barrier->arrived, 1) + 1;
+    pl_at(core, PL_POINT_COUNTED);
     if (arrived == target && atomic_load(&barrier->sleepers) != 0)
         pl_wake_all(core);
+    /* The row is for people; the count is what decides. Noted after it is counted, so that a
+     * phase that is not complete always has a rank whose row says that it is missing. */
+    atomic_store_explicit(&pl_my_row(core)->phase, core->phase, memory_order_release);
     pl_at(core, PL_POINT_ARRIVED);
 }
 
@@ -109,33 +110,39 @@ uint32_t pl_alive(pl_core *core, uint32_t rank) {
 
 static bool is_missing(pl_core *core, uint32_t rank) {
     uint32_t phase =
-        atomic_load_explicit(&core->control->row[rank].phase, memory_order_relaxed);
+        atomic_load_explicit(&core->control->row[rank].phase, memory_order_acquire);
     return (int32_t)(phase - core->phase) < 0;
 }
 
-/* Return a rank that will never arrive, or world. A rank may have noted its phase and died before
- * it was counted: then nobody is missing by the rows, and any dead one is to blame. */
-static uint32_t find_lost(pl_core *core) {
-    uint32_t suspect = core->world, missing = 0;
-    for (uint32_t rank = 0; rank < core->world; rank++) {
-        bool is_late = is_missing(core, rank);
-        missing += is_late;
-        bool is_gone = atomic_load_explicit(&core->control->row[rank].life,
-                                            memory_order_acquire) == PL_LIFE_CLOSED ||
-                       !pl_alive(core, rank);
-        if (is_gone && is_late)
-            return rank;
-        if (is_gone)
-            suspect = rank;
-    }
-    return missing == 0 ? suspect : core->world;
+static bool is_gone(pl_core *core, uint32_t rank) {
+    return atomic_load_explicit(&core->control->row[rank].life, memory_order_acquire) ==
+               PL_LIFE_CLOSED ||
+           !pl_alive(core, rank);
 }
 
+/* [Note: who is lost]
+ * Return a rank that is gone, or world; best one that has not arrived. The phase is lost if it is
+ * still not complete after this look: a rank that ends in good order does so after its last phase
+ * was complete and arrives at no later one, and a rank that died in between breaks the group even
+ * if it was counted. So nobody waits for a slow third rank to learn of a dead second one. */
+static uint32_t find_lost(pl_core *core) {
+    uint32_t lost = core->world;
+    for (uint32_t rank = 0; rank < core->world; rank++) {
+        if (!is_gone(core, rank))
+            continue;
+        if (is_missing(core, rank))
+            return rank;
+        lost = rank;
+    }
+    return lost;
+}
+
+/* Return the first rank that has not arrived; world if all have, and then the phase is complete. */
 static uint32_t first_missing(pl_core *core) {
     for (uint32_t rank = 0; rank < core->world; rank++)
         if (is_missing(core, rank))
             return rank;
-    return core->rank;
+    return core->world;
 }
 
 /* Spin and yield for a moment; say whether the phase became complete. */
@@ -183,7 +190,7 @@ int pl_await(pl_core *core, uint64_t deadline_ns) {
         if (now_ns >= watch_ns) {
             watch_ns = now_ns + WATCH_NS;
             uint32_t lost = find_lost(core);
-            /* It may have completed the phase before it went. */
+            /* It may have completed the phase before it went: [Note: who is lost]. */
             if (lost < core->world && !is_complete(core)) {
                 pl_declare(core, PL_END_LOST, lost);
                 return PL_BROKEN;
@@ -194,7 +201,10 @@ int pl_await(pl_core *core, uint64_t deadline_ns) {
             }
         }
         if (now_ns >= deadline_ns) {
-            pl_declare(core, PL_END_TIMEOUT, first_missing(core));
+            uint32_t missing = first_missing(core);
+            if (missing == core->world)
+                continue; /* the last has come just now */
+            pl_declare(core, PL_END_TIMEOUT, missing);
             return is_complete(core) ? PL_OK : PL_BROKEN;
         }
         uint64_t until_ns = deadline_ns < watch_ns ? deadline_ns : watch_ns;
