@@ -28,7 +28,7 @@ BOTTOM = LAYERS[-1]
 # Beside the layers: what users' tests import may not depend on what it tests.
 TESTING_MAY_IMPORT = {"errors"}
 # Entry points, which only hand on.
-FREE = {"__init__", "__main__"}
+FREE = {"__init__", "__main__", "autoload"}
 
 
 def part_of(path: Path) -> str:

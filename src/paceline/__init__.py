@@ -6,8 +6,10 @@ Start with ``from paceline import DistributedDataParallel as DDP``.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
+from paceline.autoload import register_backend
 from paceline.errors import (
     AutogradGradError,
     CollectiveError,
@@ -81,6 +83,9 @@ __all__ = [
 
 # torch takes seconds to import, and `paceline --help` does not need it.
 _IMPORTED_ON_USE = {"DistributedDataParallel": "paceline.ddp"}
+
+if "torch.distributed" in sys.modules:
+    register_backend()  # else torch does it, when it is imported
 
 
 def __getattr__(name: str) -> object:

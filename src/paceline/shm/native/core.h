@@ -164,6 +164,7 @@ void pl_set_life(pl_core *core, uint32_t life);
 uint32_t pl_alive(pl_core *core, uint32_t rank);
 
 /* engine.c */
+uint64_t pl_cut(uint64_t count, uint32_t parts, uint32_t index, size_t itemsize);
 int pl_execute(pl_core *core, pl_operation *operation);
 
 /* progress.c */

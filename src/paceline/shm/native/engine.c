@@ -39,7 +39,7 @@ static inline int advance(pl_core *core, uint64_t deadline_ns) {
 /* --- slices ---------------------------------------------------------------------------------- */
 
 /* The first element of part `index` of `parts`, cut at cache lines. */
-static uint64_t cut(uint64_t count, uint32_t parts, uint32_t index, size_t itemsize) {
+uint64_t pl_cut(uint64_t count, uint32_t parts, uint32_t index, size_t itemsize) {
     if (index >= parts)
         return count;
     uint64_t per_line = PL_LINE / itemsize;
@@ -270,8 +270,8 @@ static void put_slices(pl_core *core, pl_operation *operation, uint64_t round, u
     size_t itemsize = pl_itemsize(operation->request.dtype);
     window at = window_of(total_bytes(operation), core->slot_bytes, round);
     uint64_t count = at.bytes / itemsize;
-    uint64_t begin = cut(count, core->world, core->rank, itemsize) * itemsize;
-    uint64_t end = cut(count, core->world, core->rank + 1, itemsize) * itemsize;
+    uint64_t begin = pl_cut(count, core->world, core->rank, itemsize) * itemsize;
+    uint64_t end = pl_cut(count, core->world, core->rank + 1, itemsize) * itemsize;
     const uint8_t *input = operation->inputs[0] + at.begin;
     copy(slot, input, begin);
     copy(slot + end, input + end, at.bytes - end);
@@ -293,8 +293,8 @@ static int reduce_slice(pl_core *core, pl_operation *operation, uint64_t round, 
     /* Never written to: a source. */
     from[core->rank] = (uint8_t *)(uintptr_t)(operation->inputs[0] + at.begin);
     return reduce_range(core, from, to, wants_result(core, operation) ? 2 : 1,
-                        cut(count, core->world, core->rank, itemsize),
-                        cut(count, core->world, core->rank + 1, itemsize), &operation->request);
+                        pl_cut(count, core->world, core->rank, itemsize),
+                        pl_cut(count, core->world, core->rank + 1, itemsize), &operation->request);
 }
 
 static void take_slices(pl_core *core, pl_operation *operation, uint64_t round, uint32_t phase) {
@@ -306,8 +306,8 @@ static void take_slices(pl_core *core, pl_operation *operation, uint64_t round, 
     for (uint32_t turn = 1; turn < core->world; turn++) {
         /* Each begins with its neighbour, so that not all read the same memory at once. */
         uint32_t rank = (core->rank + turn) % core->world;
-        uint64_t begin = cut(count, core->world, rank, itemsize) * itemsize;
-        uint64_t end = cut(count, core->world, rank + 1, itemsize) * itemsize;
+        uint64_t begin = pl_cut(count, core->world, rank, itemsize) * itemsize;
+        uint64_t end = pl_cut(count, core->world, rank + 1, itemsize) * itemsize;
         copy(operation->outputs[0] + at.begin + begin, slot_of(core, rank, phase) + begin,
              end - begin);
         pl_at(core, PL_POINT_TAKING);
@@ -357,8 +357,8 @@ static int reduce_in_place(pl_core *core, pl_operation *operation, uint8_t **cop
                            uint64_t deadline_ns) {
     const pl_request *request = &operation->request;
     size_t itemsize = pl_itemsize(request->dtype);
-    uint64_t begin = cut(request->count, core->world, core->rank, itemsize);
-    uint64_t end = cut(request->count, core->world, core->rank + 1, itemsize);
+    uint64_t begin = pl_cut(request->count, core->world, core->rank, itemsize);
+    uint64_t end = pl_cut(request->count, core->world, core->rank + 1, itemsize);
     int status = reduce_range(core, copies, copies, core->world, begin, end, request);
     return status == PL_OK ? advance(core, deadline_ns) : status;
 }
@@ -367,8 +367,8 @@ static int reduce_lanes(pl_core *core, pl_operation *operation, uint8_t **copies
                         uint64_t deadline_ns) {
     const pl_request *request = &operation->request;
     size_t itemsize = pl_itemsize(request->dtype);
-    uint64_t begin = cut(request->count, request->root, core->rank, itemsize);
-    uint64_t end = cut(request->count, request->root, core->rank + 1, itemsize);
+    uint64_t begin = pl_cut(request->count, request->root, core->rank, itemsize);
+    uint64_t end = pl_cut(request->count, request->root, core->rank + 1, itemsize);
     int status = reduce_range(core, copies, &copies[core->rank], 1, begin, end, request);
     return status == PL_OK ? advance(core, deadline_ns) : status;
 }
@@ -378,8 +378,8 @@ static int share_lanes(pl_core *core, pl_operation *operation, uint8_t **copies,
     const pl_request *request = &operation->request;
     size_t itemsize = pl_itemsize(request->dtype);
     for (uint32_t lane = 0; lane < request->root; lane++) {
-        uint64_t begin = cut(request->count, request->root, lane, itemsize) * itemsize;
-        uint64_t end = cut(request->count, request->root, lane + 1, itemsize) * itemsize;
+        uint64_t begin = pl_cut(request->count, request->root, lane, itemsize) * itemsize;
+        uint64_t end = pl_cut(request->count, request->root, lane + 1, itemsize) * itemsize;
         copy(copies[core->rank] + begin, copies[lane] + begin, end - begin);
         pl_at(core, PL_POINT_TAKING);
     }

@@ -464,10 +464,21 @@ static PyObject *native_can_reduce(PyObject *module, PyObject *args) {
     return PyBool_FromLong(pl_can_reduce(dtype, op));
 }
 
+static PyObject *native_cut(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long count, itemsize;
+    unsigned parts, index;
+    if (!PyArg_ParseTuple(args, "KIIK", &count, &parts, &index, &itemsize))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(pl_cut(count, parts, index, itemsize));
+}
+
 static PyMethodDef module_methods[] = {
     {"format", native_format, METH_VARARGS,
      "format(address, world, slot_bytes): make zeroed memory a control segment"},
     {"control_bytes", native_control_bytes, METH_O, "control_bytes(world) -> int"},
+    {"cut", native_cut, METH_VARARGS,
+     "cut(count, parts, index, itemsize) -> the first element of a slice"},
     {"can_reduce", native_can_reduce, METH_VARARGS, "can_reduce(DTYPE_*, OP_*) -> bool"},
     {NULL, NULL, 0, NULL},
 };

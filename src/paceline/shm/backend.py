@@ -1,0 +1,145 @@
+"""The c10d backend ``"paceline"``: ``dist.init_process_group("paceline")``.
+
+Collectives on CPU tensors go through shared memory as far as :mod:`paceline.shm.operations` can do
+them; everything else is the inner gloo group's: sparse tensors, point to point, dtypes that cannot
+be reduced, and between hosts all but sums. Called by ``torch.distributed`` only.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.autoload import NAME
+from paceline.shm.connect import Connection, Refusal, connect
+from paceline.shm.inner import gather_by_store, lane_ranks, make_gloo
+from paceline.shm.lanes import CHANNELS, LaneGroup, count_lanes
+from paceline.shm.operations import HostOperations, LaneOperations
+from paceline.shm.staged import HEAP_BYTES
+from paceline.shm.work import FutureThread
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    """Make a method that asks shared memory first, then the inner group."""
+
+    def method(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
+        self._started += 1
+        if self._operations is not None:
+            work = getattr(self._operations, name)(*args, **kwargs)
+            if work is not None:
+                return work
+        return getattr(self._inner, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"c10d's ``{name}``; see :class:`paceline.shm.operations.HostOperations`."
+    return method
+
+
+class PacelineGroup(dist.ProcessGroup):
+    """A c10d group whose ranks share memory as far as they can.
+
+    Attributes:
+        refusal: Why they do not; empty if they do.
+    """
+
+    def __init__(self, store: Any, rank: int, world: int, timeout: timedelta) -> None:
+        super().__init__(rank, world)  # type: ignore[call-arg]
+        self._store = store
+        self._timeout = timeout
+        self._started = 0
+        self._futures = FutureThread()
+        self._operations: HostOperations | LaneOperations | None = None
+        self._inner: Any = make_gloo(store, rank, world, timeout, "paceline/inner")
+        gather = gather_by_store(store, rank, world)
+        found = connect(rank, gather, heap_bytes=HEAP_BYTES, channels=CHANNELS)
+        self.refusal = found.reason if isinstance(found, Refusal) else ""
+        if isinstance(found, Connection):
+            self._finalizer = weakref.finalize(self, found.close)
+            self._operations = self._make_operations(found)
+        elif rank == 0:
+            text = f"The paceline group works over gloo, not over shared memory: {found.reason}."
+            warnings.warn(text, stacklevel=2)
+
+    def _make_operations(self, connection: Connection) -> HostOperations | LaneOperations:
+        timeout_s = self._timeout.total_seconds()
+        if len(connection.hosts) == 1:
+            return HostOperations(connection, self._futures, timeout_s)
+        lane = None
+        if connection.index < count_lanes(connection):
+            ranks = lane_ranks(connection.hosts, connection.index)
+            place, name = ranks.index(self.rank()), f"paceline/lane{connection.index}"
+            lane = make_gloo(self._store, place, len(ranks), self._timeout, name)
+        return LaneOperations(LaneGroup(connection, lane, timeout_s), self._futures)
+
+    # --- what c10d asks about a group ------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """The name under which it was registered."""
+        return NAME
+
+    def name(self) -> str:
+        """The name under which it was registered."""
+        return NAME
+
+    def get_group_store(self) -> Any:
+        """The store that the group was made with."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._started
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: every rank counts from zero."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the deadline of later collectives."""
+        self._timeout = timeout
+        self._inner.set_timeout(timeout)
+        if self._operations is not None:
+            self._operations.set_timeout(timeout.total_seconds())
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Release every waiter, on all ranks of this host: they raise GroupAbortedError."""
+        if self._operations is not None:
+            self._operations.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group: end threads, close descriptors. Later collectives raise."""
+        if self._operations is not None:
+            self._operations.close()
+            self._finalizer()
+        self._futures.close()
+
+    # --- collectives -----------------------------------------------------------------------------
+
+    allreduce = _forward("allreduce")
+    allreduce_coalesced = _forward("allreduce_coalesced")
+    reduce = _forward("reduce")
+    broadcast = _forward("broadcast")
+    allgather = _forward("allgather")
+    allgather_coalesced = _forward("allgather_coalesced")
+    all_gather_single = _allgather_base = _forward("all_gather_single")
+    all_gather_single_coalesced = allgather_into_tensor_coalesced = _forward(
+        "all_gather_single_coalesced"
+    )
+    reduce_scatter = _forward("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _forward("reduce_scatter_single")
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _forward(
+        "reduce_scatter_single_coalesced"
+    )
+    alltoall = _forward("alltoall")
+    all_to_all_single = alltoall_base = _forward("all_to_all_single")
+    gather = _forward("gather")
+    scatter = _forward("scatter")
+    barrier = _forward("barrier")
+    monitored_barrier = _forward("monitored_barrier")
+    send = _forward("send")
+    recv = _forward("recv")
+    recv_anysource = _forward("recv_anysource")
