@@ -13,7 +13,9 @@
  * filled their copies, and none touches its own any more. Each rank reduces its slice from all
  * copies and writes it into all copies. Phase p + 1 is complete: all slices are written, and the
  * copies belong to their owners again. A rank that dies in between never arrives at p + 1, so
- * nobody ever takes a half-written copy for a result. */
+ * nobody ever takes a half-written copy for a result. A rank that gives up waiting for p + 1 has
+ * arrived there: its owner may change the copy while a late peer still reads it, and then p + 1 is
+ * complete. So whoever leaves looks at the verdict, which was there before the owner's change. */
 #include <string.h>
 
 #include "core.h"
@@ -353,6 +355,13 @@ static bool find_copies(pl_core *core, const pl_operation *operation, uint8_t **
     return true;
 }
 
+/* The end of a reduction in place: see [Note: in place]. The count orders what was read before the
+ * look at the verdict. */
+static int leave(pl_core *core, uint64_t deadline_ns) {
+    int status = advance(core, deadline_ns);
+    return status == PL_OK ? pl_state(core) : status;
+}
+
 static int reduce_in_place(pl_core *core, pl_operation *operation, uint8_t **copies,
                            uint64_t deadline_ns) {
     const pl_request *request = &operation->request;
@@ -360,7 +369,7 @@ static int reduce_in_place(pl_core *core, pl_operation *operation, uint8_t **cop
     uint64_t begin = pl_cut(request->count, core->world, core->rank, itemsize);
     uint64_t end = pl_cut(request->count, core->world, core->rank + 1, itemsize);
     int status = reduce_range(core, copies, copies, core->world, begin, end, request);
-    return status == PL_OK ? advance(core, deadline_ns) : status;
+    return status == PL_OK ? leave(core, deadline_ns) : status;
 }
 
 static int reduce_lanes(pl_core *core, pl_operation *operation, uint8_t **copies,
@@ -370,7 +379,7 @@ static int reduce_lanes(pl_core *core, pl_operation *operation, uint8_t **copies
     uint64_t begin = pl_cut(request->count, request->root, core->rank, itemsize);
     uint64_t end = pl_cut(request->count, request->root, core->rank + 1, itemsize);
     int status = reduce_range(core, copies, &copies[core->rank], 1, begin, end, request);
-    return status == PL_OK ? advance(core, deadline_ns) : status;
+    return status == PL_OK ? leave(core, deadline_ns) : status;
 }
 
 static int share_lanes(pl_core *core, pl_operation *operation, uint8_t **copies,
@@ -383,7 +392,7 @@ static int share_lanes(pl_core *core, pl_operation *operation, uint8_t **copies,
         copy(copies[core->rank] + begin, copies[lane] + begin, end - begin);
         pl_at(core, PL_POINT_TAKING);
     }
-    return advance(core, deadline_ns);
+    return leave(core, deadline_ns);
 }
 
 /* --- all_to_all ------------------------------------------------------------------------------- */
