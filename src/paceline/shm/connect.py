@@ -38,6 +38,19 @@ class Refusal:
     reason: str
 
 
+class Descriptors:
+    """Open descriptors, closed once: a second time would close somebody else's."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = list(numbers)
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._numbers:
+            with contextlib.suppress(OSError):
+                os.close(self._numbers.pop())
+
+
 @dataclass(frozen=True)
 class Connection:
     """What a rank has once its host shares memory.
@@ -58,16 +71,19 @@ class Connection:
     index: int
     arena: Arena
     cores: tuple[Any, ...]
-    pidfds: tuple[int, ...]
+    pidfds: Descriptors
     keep: tuple[Mapping, ...]
 
     def close(self) -> None:
         """Leave: end the threads, close the descriptors. Tensors keep their memory."""
         for core in self.cores:
             core.close()
-        for descriptor in self.pidfds:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+        self.pidfds.close()
+
+    def __del__(self) -> None:
+        # The collector calls this before it takes anything apart: no thread of a core may still
+        # work when the mappings go.
+        self.close()
 
 
 def connect(
@@ -175,7 +191,7 @@ def _connect_host(place: _Place, desk: Desk) -> Connection:
         index=index,
         arena=Arena(mapped[index], place.heap_offset),
         cores=cores,
-        pidfds=kept,
+        pidfds=Descriptors(kept),
         keep=(mapped_control, *mapped),
     )
 

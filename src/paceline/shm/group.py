@@ -9,9 +9,10 @@ Ranks here are places on the host (``index``), not ranks of the group that spans
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.shm.connect import Connection
 from paceline.shm.dtypes import DTYPES, describe_request, real_view
 from paceline.shm.extension import native
-from paceline.shm.pending import Pending
+from paceline.shm.pending import FORKED, Pending
 from paceline.shm.verdicts import closed_error, error_for, forked_error, verdict_error
 
 NOT_IN_ARENA = (1 << 64) - 1
@@ -155,19 +156,30 @@ class SharedGroup:
 
     def abort(self) -> None:
         """End the group for all ranks: everybody who waits raises. From any thread."""
-        self._core.abort()
+        with self._unforked():
+            self._core.abort()
         self.arena.retire()
 
     def check(self) -> None:
         """Raise if the group is over."""
-        if self._core.verdict()[0] != native.END_NONE:
+        with self._unforked():
+            end = self._core.verdict()[0]
+        if end != native.END_NONE:
             raise self._verdict("the next collective")
 
     def close(self) -> None:
         """Leave the group. What is under way here raises."""
         self._is_closed = True
+        with self._lock:
+            if not all(pending.is_done() for pending in self._in_flight):
+                self.arena.retire()  # peers may be at work in it
         self._core.close()
         self._in_flight.clear()
+
+    def __del__(self) -> None:
+        # Before the tensors of what is under way are let go: the core's thread writes to them.
+        if hasattr(self, "_core"):
+            self._core.close()
 
     # --- beginning and judging -------------------------------------------------------------------
 
@@ -207,10 +219,22 @@ class SharedGroup:
             )
         except native.ForkedError:
             raise forked_error(self._connection.local, self.index) from None
+        except KeyboardInterrupt:
+            self.arena.retire()
+            raise
         pending = Pending(operation, buffers.tensors, buffers.copies, self._judge)
-        if not call.blocking:
+        # A blocking call may have been queued behind others, and its wait may be interrupted.
+        if not pending.is_done():
             self._remember(pending)
         return pending
+
+    @contextlib.contextmanager
+    def _unforked(self) -> Iterator[None]:
+        """Turn the core's refusal to work in a forked child into our error."""
+        try:
+            yield
+        except native.ForkedError:
+            raise forked_error(self._connection.local, self.index) from None
 
     def _remember(self, pending: Pending) -> None:
         """Keep tensors alive for callers who start a collective and forget it."""
@@ -221,11 +245,13 @@ class SharedGroup:
 
     def _judge(self, pending: Pending, status: int) -> CollectiveError:
         what = describe_request(pending.operation.request())
+        if status == FORKED:
+            return forked_error(self._connection.local, self.index)
         if status == native.STATUS_PENDING:
             rank = self._connection.local[self.index].rank
             text = f"Rank {rank}: {what} is not done yet. It goes on: wait for it once more."
             return CollectiveTimeoutError(text, rank=rank, missing=(), operation=what)
-        if status == native.STATUS_BROKEN:
+        if status in (native.STATUS_BROKEN, native.STATUS_SHUT):
             self.arena.retire()
         return error_for(self._core, self._connection.local, self.index, pending.operation)
 

@@ -11,6 +11,8 @@ import torch
 from paceline.errors import CollectiveError
 from paceline.shm.extension import native
 
+FORKED = -1
+"""A status beside the core's: this process is a child of the one that began the operation."""
 Judge = Callable[["Pending", int], CollectiveError]
 
 
@@ -48,7 +50,10 @@ class Pending:
         """
         status = self.operation.status()
         if status == native.STATUS_PENDING:
-            status = self.operation.wait(timeout_s)
+            try:
+                status = self.operation.wait(timeout_s)
+            except native.ForkedError:
+                raise self._judge(self, FORKED) from None
         if status != native.STATUS_OK:
             raise self._judge(self, status)
         if self._copies:

@@ -105,7 +105,8 @@ uint32_t pl_alive(pl_core *core, uint32_t rank) {
     if (core->pidfd[rank] < 0)
         return 1;
     struct pollfd query = {core->pidfd[rank], POLLIN, 0};
-    return poll(&query, 1, 0) <= 0;
+    /* POLLNVAL, for one, says nothing about the process. */
+    return poll(&query, 1, 0) <= 0 || (query.revents & POLLIN) == 0;
 }
 
 static bool is_missing(pl_core *core, uint32_t rank) {
