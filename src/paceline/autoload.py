@@ -10,15 +10,15 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-NAME = "paceline"
+from paceline.config import BACKEND_NAME
 
 
 def register_backend() -> None:
     """Register the backend, once."""
     import torch.distributed as dist
 
-    if dist.is_available() and NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create_group, devices=["cpu"])
+    if dist.is_available() and BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND_NAME, create_group, devices=["cpu"])
 
 
 def create_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:

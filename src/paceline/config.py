@@ -13,6 +13,9 @@ from paceline.errors import ConfigurationError
 
 E = TypeVar("E", bound=enum.Enum)
 
+BACKEND_NAME = "paceline"
+"""Of our c10d backend: ``dist.init_process_group("paceline")``."""
+
 
 class GradientViews(enum.Enum):
     """Where a parameter's gradient lives after a reduction (``gradient_as_bucket_view``)."""
@@ -50,6 +53,19 @@ class MissingGradients(enum.Enum):
 
     WAIT = "wait"
     """At the next forward, as torch does: a further backward may bring what is missing."""
+
+
+class TransportChoice(enum.Enum):
+    """What gradients travel over (``transport``)."""
+
+    AUTO = "auto"
+    """Shared memory between ranks of a host where that is possible. The default."""
+
+    SHM = "shm"
+    """Shared memory, or an error that says why not."""
+
+    C10D = "c10d"
+    """The process group, whatever it is."""
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,12 @@ class DesynchronizedError(StepError):
 class CollectiveError(StepError):
     """The process group could not do what was asked of it."""
 
+    def inside(self, operation: str) -> CollectiveError:
+        """Say which operation of the step it was, and return the same error."""
+        self.operation = operation
+        self.args = (f"{operation}: {self.args[0]}",)
+        return self
+
 
 class PeerLostError(CollectiveError, ConnectionError):
     """A rank died, or left the group, while others needed it. The group is over.

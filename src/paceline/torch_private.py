@@ -38,6 +38,7 @@ __all__ = [
     "current_context_id",
     "default_group",
     "device_index",
+    "group_timeout_s",
     "is_inside_backward",
     "is_outside_group",
     "move_inputs",
@@ -109,6 +110,14 @@ def collectives_started(group: dist.ProcessGroup) -> int:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         return 0
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a group waits for a collective."""
+    timeout: Any = getattr(group, "_timeout", None)  # a group that is written in Python
+    if timeout is None:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return float(timeout.total_seconds())
 
 
 def broadcast_coalesced(

@@ -23,20 +23,27 @@ class Reduction(Protocol):
     def is_done(self) -> bool:
         """Say whether :meth:`wait` would return at once. Never blocks."""
 
-    def on_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, from any thread, when the sum is in the buffer."""
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Tell ``callback`` once when the sum was in the buffer (``time.perf_counter_ns``).
+
+        At that moment, from any thread; or later, at the latest inside of :meth:`wait`.
+        """
 
 
 class Transport(Protocol):
     """All that the reducer knows about how buckets travel.
 
-    One implementation wraps a c10d group; the shared-memory group is to be another. The reducer
+    One implementation wraps a c10d group, another one shares memory inside of a host. The reducer
     must not ask which one it has.
     """
 
     @property
     def name(self) -> str:
         """What ``ddp.stats()`` shows, for example ``"c10d:gloo"``."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is this transport and no other; shown beside the name."""
 
     @property
     def rank(self) -> int:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import CollectiveError, HookResultError, PeerFailedError, StepError
+from paceline import (
+    CollectiveError,
+    HookResultError,
+    PeerFailedError,
+    PeerLostError,
+    StepError,
+)
 from paceline import DistributedDataParallel as DDP
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
@@ -427,7 +435,7 @@ class TestRankDies:
 
     def test_in_backward(self, tmp_path: Path) -> None:
         def run() -> None:
-            ddp = wrap(2, process_group=impatient_group())
+            ddp = wrap(2, process_group=impatient_group(), transport="c10d")
             if dist.get_rank() == 1:
                 ddp.module.middle.weight.register_hook(lambda _: die())
             ddp(batch(0)).sum().backward()
@@ -440,6 +448,28 @@ class TestRankDies:
             assert f"Rank {rank}" in str(error)
             assert "c10d:gloo" in str(error)
             assert "peer has probably died" in str(error)
+
+    def test_in_backward_in_shared_memory(self, tmp_path: Path) -> None:
+        """The error says who has died, and comes long before the group's time-out."""
+
+        def run() -> None:
+            ddp = wrap(2, transport="shm")
+            if dist.get_rank() == 1:
+                (tmp_path / "pid").write_text(str(os.getpid()))
+                ddp.module.middle.weight.register_hook(lambda _: die())
+            ddp(batch(0)).sum().backward()
+
+        began = time.monotonic()
+        errors = self.survivors(tmp_path, run)
+        assert time.monotonic() - began < 20
+        for rank, error in zip((0, 2), errors, strict=True):
+            assert isinstance(error, PeerLostError)
+            assert error.rank == 1
+            assert error.pid == int((tmp_path / "pid").read_text())
+            assert error.operation is not None
+            assert re.fullmatch(r"all_reduce of bucket \d+ in step 2", error.operation)
+            assert str(error).startswith(f"{error.operation}: Rank {rank}: all_reduce #")
+            assert "has died" in str(error)
 
     @pytest.mark.parametrize("warm", [0, 1, 2])
     def test_before_backward(self, tmp_path: Path, warm: int) -> None:

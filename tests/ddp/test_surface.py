@@ -78,7 +78,7 @@ def test_arguments_are_those_of_torch_in_the_same_order() -> None:
         if name != "gradient_as_bucket_view":
             assert ours[name].default == parameter.default, name
     added = [ours[name] for name in list(ours)[len(theirs) :]]
-    assert [p.name for p in added] == ["nonfinite", "missing_gradients"]
+    assert [p.name for p in added] == ["nonfinite", "missing_gradients", "transport"]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in added)
 
 

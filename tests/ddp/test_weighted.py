@@ -481,7 +481,7 @@ class TestCost:
             return Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
 
         def run() -> tuple[Counter[str], Counter[str], int]:
-            ddp = DDP(Net(), bucket_cap_mb=1e-6)
+            ddp = DDP(Net(), bucket_cap_mb=1e-6, transport="c10d")
             for _ in range(3):  # the second step rebuilds the buckets
                 plain_step(ddp, (5, 2))
             plain, weighted = count(plain_step, ddp), count(weighted_step, ddp)

@@ -119,8 +119,9 @@ class TestSurroundings:
 
     def test_output_goes_to_the_callers_streams(self, capfd: pytest.CaptureFixture[str]) -> None:
         def speak() -> None:
-            print("out", dist.get_rank())
-            print("err", dist.get_rank(), file=sys.stderr)
+            # One write each: what several processes print may be mixed, word by word.
+            sys.stdout.write(f"out {dist.get_rank()}\n")
+            sys.stderr.write(f"err {dist.get_rank()}\n")
 
         run_ranks(2, speak)
         out, err = capfd.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,11 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.config import TransportChoice
 from paceline.testing import run_ranks
 from paceline.transport import C10dTransport
+from paceline.transport.choose import choose_transport
 from paceline.types import Transport
 
-TRANSPORTS: dict[str, Callable[[Any], Transport]] = {"c10d": C10dTransport}
+
+def in_shared_memory(group: Any) -> Transport:
+    return choose_transport(group, TransportChoice.SHM, torch.device("cpu"), 8 << 20)
+
+
+TRANSPORTS: dict[str, Callable[[Any], Transport]] = {
+    "c10d": C10dTransport,
+    "shm": in_shared_memory,
+}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 
 pytestmark = pytest.mark.parametrize("kind", list(TRANSPORTS))
@@ -51,9 +62,10 @@ def many_in_flight(kind: str) -> tuple[bool, bool, int]:
     for number, flat in enumerate(flats):
         flat.fill_(float(number + transport.rank))
     stamps: list[int] = []
+    began = time.perf_counter_ns()
     reductions = [transport.start(flat) for flat in flats]
-    for number, reduction in enumerate(reductions):
-        reduction.on_done(partial(stamps.append, number))
+    for reduction in reductions:
+        reduction.on_done(stamps.append)
     for reduction in reversed(reductions):
         reduction.wait()
     right = all(
@@ -61,6 +73,7 @@ def many_in_flight(kind: str) -> tuple[bool, bool, int]:
         for n, flat in enumerate(flats)
     )
     dist.barrier()
+    assert all(began < stamp < time.perf_counter_ns() for stamp in stamps)
     return right, all(r.is_done() for r in reductions), len(stamps)
 
 

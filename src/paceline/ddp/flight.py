@@ -217,6 +217,8 @@ class Flight:
 
     def _error(self, step: Step, operation: str, cause: BaseException) -> CollectiveError:
         rank = self._transport.rank
+        if isinstance(cause, CollectiveError):  # knows already what happened
+            return cause.inside(f"{operation} in step {step.number}")
         return CollectiveError(
             f"Rank {rank}: {operation} over {self._transport.name} failed in step {step.number}: "
             f"{cause}\nA peer has probably died, or is in another collective. Look at the logs of "
@@ -226,8 +228,8 @@ class Flight:
         )
 
 
-def _stamp(stamps: list[int], index: int) -> Callable[[], None]:
-    def stamp() -> None:
-        stamps[index] = time.perf_counter_ns()
+def _stamp(stamps: list[int], index: int) -> Callable[[int], None]:
+    def stamp(done_ns: int) -> None:
+        stamps[index] = done_ns
 
     return stamp

@@ -504,6 +504,7 @@ class Reducer:
             steps=self.steps,
             skipped_steps=self.skipped_steps,
             transport=self.transport.name,
+            transport_reason=self.transport.reason,
             buckets=summarize_buckets(self.buckets, clock, self.block),
             backward_ms=clock.since_backward_ms(clock.backward_ended),
             exposed_ms=max(0.0, exposed_ns / 1e6),

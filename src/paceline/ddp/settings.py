@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.buckets import BucketCaps
-from paceline.config import ReducePolicy
+from paceline.config import ReducePolicy, TransportChoice
 from paceline.ddp.arguments import BufferArguments, Placement
 from paceline.torch_private import MixedPrecisionConfig
 
@@ -19,3 +19,4 @@ class Settings:
     placement: Placement
     buffers: BufferArguments
     mixed_precision: MixedPrecisionConfig | None
+    transport: TransportChoice

@@ -27,14 +27,16 @@ from paceline.torch_private import (
     default_group,
     is_outside_group,
 )
-from paceline.transport import C10dTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from paceline.ddp.buffers import BufferSync
     from paceline.ddp.delayed import DelayedReduction
     from paceline.ddp.logging_data import LoggingData
     from paceline.ddp.reducer import Reducer
     from paceline.ddp.settings import Settings
+    from paceline.transport import DeferredTransport
 
 _NOT_PICKLED = (
     "process_group",
@@ -58,6 +60,7 @@ class TorchSurface(TorchDDP):
     logger: LoggingData
     _buffer_sync: BufferSync
     _settings: Settings
+    _make_transport: Callable[[Any], DeferredTransport]
     _delayed: DelayedReduction | None
 
     def _set_torch_attributes(self, settings: Settings) -> None:
@@ -253,7 +256,7 @@ class TorchSurface(TorchDDP):
         if is_outside_group(new_process_group):
             return
         self.process_group = new_process_group
-        self._transport = C10dTransport(new_process_group)
+        self._transport = self._make_transport(new_process_group)
         self._peers = Peers(new_process_group, self.device)
         self._buffer_sync.group = new_process_group
         if self.reducer is not None:

@@ -22,6 +22,7 @@ from paceline.config import (
     MissingGradients,
     NonFinite,
     ReducePolicy,
+    TransportChoice,
     parse_choice,
 )
 from paceline.ddp import arguments
@@ -51,7 +52,7 @@ from paceline.torch_private import (
     not_compiled,
     not_compiled_itself,
 )
-from paceline.transport import C10dTransport
+from paceline.transport import DeferredTransport
 
 
 class DistributedDataParallel(TorchSurface):
@@ -68,6 +69,9 @@ class DistributedDataParallel(TorchSurface):
         nonfinite: ``"ignore"``; ``"raise"``: a NaN or infinity in any rank's gradients raises
             NonFiniteGradientError on every rank, naming rank and parameter; ``"skip"``: such a
             step's gradients become zero on every rank, and ``skipped_steps`` counts it.
+        transport: ``"auto"``: ranks of a host reduce in shared memory where that is possible;
+            ``"shm"``: that, or an error; ``"c10d"``: the process group. ``stats()`` says which it
+            is and why.
         missing_gradients: ``"raise"``: a backward that leaves parameters without a gradient
         raises at
             its end, on every rank, with names. ``"wait"``: torch's timing, for code that runs
@@ -112,6 +116,7 @@ class DistributedDataParallel(TorchSurface):
         *,
         nonfinite: str = "ignore",
         missing_gradients: str = "raise",
+        transport: str = "auto",
     ) -> None:
         # Not super().__init__(): torch's class would build its own reducer. We are a subclass so
         # that isinstance checks, in torch and elsewhere, hold (docs/decisions/0001).
@@ -148,6 +153,7 @@ class DistributedDataParallel(TorchSurface):
             placement=arguments.choose_placement(on_devices, device_ids, output_device),
             buffers=arguments.choose_buffers(broadcast_buffers, forward_sync_buffers),
             mixed_precision=mixed_precision,
+            transport=parse_choice(TransportChoice, "transport", transport),
         )
         self.module = module
         self.dim = dim
@@ -166,13 +172,13 @@ class DistributedDataParallel(TorchSurface):
     def _build_parts(self) -> None:
         """Build everything that is not pickled."""
         settings = self._settings
-        self._transport = C10dTransport(self.process_group)
         self._peers = Peers(self.process_group, self.device)
         self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
         self._swap: PrecisionSwap | None = None
         if settings.mixed_precision is not None:
             self._swap = PrecisionSwap(settings.mixed_precision, self.module)
         specs, parameters = self._describe_parameters()
+        self._transport = self._make_transport(self.process_group)
         self._census = ParameterCensus(self.module, self.parameters_to_ignore, parameters)
         self._runs_own_parameters = True
         self._comm_hooks: list[tuple[Any, Any]] = []
@@ -238,9 +244,15 @@ class DistributedDataParallel(TorchSurface):
             inside.update(id(p) for n, p in module.module.named_parameters() if n not in ignored)
         return inside
 
+    def _make_transport(self, group: dist.ProcessGroup) -> DeferredTransport:
+        """Prepare a transport for all gradients there may be, delayed ones included."""
+        gradient_bytes = sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
+        return DeferredTransport(group, self._settings.transport, self.device, gradient_bytes)
+
     def _start_equal(self) -> None:
         """Verify that ranks hold the same model, then copy rank 0's state to all."""
         settings = self._settings
+        self._transport.resolve()
         if self.reducer is not None:
             verify_same_model(
                 self.process_group,

@@ -42,7 +42,8 @@ class DDPStats:
     Attributes:
         steps: Steps reduced so far, skipped ones included.
         skipped_steps: Steps left out by ``nonfinite="skip"``.
-        transport: What the buckets travel over, for example ``"c10d:gloo"``.
+        transport: What the buckets travel over: ``"shm"``, ``"c10d:gloo"`` and so on.
+        transport_reason: Why that and nothing else.
         buckets: One entry per bucket, in the order in which they start.
         backward_ms: How long the most recent backward computed, without waiting for buckets.
         exposed_ms: Milliseconds at the end of that backward spent waiting for reductions.
@@ -52,6 +53,7 @@ class DDPStats:
     steps: int
     skipped_steps: int
     transport: str
+    transport_reason: str
     buckets: tuple[BucketStats, ...]
     backward_ms: float
     exposed_ms: float

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.autoload import NAME
+from paceline.config import BACKEND_NAME
 from paceline.shm.connect import Connection, Refusal, connect
 from paceline.shm.inner import gather_by_store, lane_ranks, make_gloo
 from paceline.shm.lanes import CHANNELS, LaneGroup, count_lanes
@@ -80,11 +80,11 @@ class PacelineGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """The name under which it was registered."""
-        return NAME
+        return BACKEND_NAME
 
     def name(self) -> str:
         """The name under which it was registered."""
-        return NAME
+        return BACKEND_NAME
 
     def get_group_store(self) -> Any:
         """The store that the group was made with."""

@@ -33,9 +33,15 @@ _PAGE = 4096
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the ranks of this group do not share memory; the same words on every rank."""
+    """Why the ranks of this group do not share memory; the same words on every rank.
+
+    Attributes:
+        reason: For people.
+        is_fault: Something is missing or broken; not just ranks that are on hosts of their own.
+    """
 
     reason: str
+    is_fault: bool
 
 
 class Descriptors:
@@ -108,7 +114,7 @@ def connect(
         hosts = by_host(members)
         reason = _why_not(members, hosts)
         if reason is not None:
-            return Refusal(reason)
+            return Refusal(reason, is_fault=any(m.unavailable for m in members))
         assert desk is not None
         connection: Connection | None = None
         trouble = ""
@@ -122,7 +128,8 @@ def connect(
     if connection is not None:
         connection.close()
     first = next(rank for rank, text in enumerate(troubles) if text)
-    return Refusal(f"rank {first} could not share memory with its host: {troubles[first]}")
+    reason = f"rank {first} could not share memory with its host: {troubles[first]}"
+    return Refusal(reason, is_fault=True)
 
 
 def _slots_bytes() -> int:

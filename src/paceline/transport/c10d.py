@@ -6,6 +6,7 @@ buckets or steps: it sums flat tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,16 +30,18 @@ class C10dReduction:
         """Poll the work."""
         return bool(self._work.is_completed())
 
-    def on_done(self, callback: Callable[[], None]) -> None:
+    def on_done(self, callback: Callable[[int], None]) -> None:
         """Run ``callback`` on the backend's thread when the work completes."""
-        self._work.get_future().add_done_callback(lambda _: callback())
+        future = self._work.get_future()
+        future.add_done_callback(lambda _: callback(time.perf_counter_ns()))
 
 
 class C10dTransport:
     """Sums over a c10d process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, reason: str = "") -> None:
         self._group = group
+        self.reason = reason
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.name = f"c10d:{dist.get_backend(group)}"

@@ -1,0 +1,124 @@
+"""Reduction in shared memory: buckets lie in memory that the ranks of a host share.
+
+Called by the reducer through :class:`paceline.types.Transport`. The gradient is copied into the
+bucket, and that is the only copy: ranks sum each other's buckets in place. What cannot lie there
+(no room left, sparse gradients) still goes the right way, more slowly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from paceline.shm import Connection, SharedGroup
+from paceline.shm.dtypes import OPS
+from paceline.shm.inner import lane_ranks
+from paceline.shm.lanes import LaneGroup, count_lanes
+from paceline.transport.c10d import C10dReduction, C10dTransport
+
+SUM = OPS.get(dist.ReduceOp.SUM, 0)
+
+
+class UnderWay(Protocol):
+    """A collective of the shared-memory group."""
+
+    def wait(self) -> None:
+        """Block until done, or raise."""
+
+    def is_done(self) -> bool:
+        """Never blocks."""
+
+    def done_ns(self) -> int:
+        """When it ended."""
+
+
+class ShmReduction:
+    """One sum under way."""
+
+    __slots__ = ("_callback", "_under_way")
+
+    def __init__(self, under_way: UnderWay) -> None:
+        self._under_way = under_way
+        self._callback: Callable[[int], None] | None = None
+
+    def wait(self) -> None:
+        """Block until the sum is in the buffer, or raise a CollectiveError that names the rank."""
+        self._under_way.wait()
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback(self._under_way.done_ns())
+
+    def is_done(self) -> bool:
+        """Poll."""
+        return self._under_way.is_done()
+
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Tell, inside of :meth:`wait`, when it was done: the native thread runs no Python."""
+        self._callback = callback
+
+
+class ShmTransport:
+    """Sums over the ranks of one host, or of several with lanes between them.
+
+    Args:
+        connection: Of all ranks of the group.
+        group: For sparse gradients, and to make the lanes from.
+        timeout_s: The deadline of one reduction.
+    """
+
+    def __init__(self, connection: Connection, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self.rank: int = group.rank()
+        self.world: int = group.size()
+        self._plain = C10dTransport(group)
+        self._arena = connection.arena
+        self._group: SharedGroup | None = None
+        self._lanes: LaneGroup | None = None
+        ranks, hosts = len(connection.members), len(connection.hosts)
+        if hosts == 1:
+            self.name = "shm"
+            self.reason = f"{ranks} ranks share the memory of one host"
+            self._group = SharedGroup(connection, 0, timeout_s)
+            part: SharedGroup | LaneGroup = self._group
+        else:
+            self.name = f"shm+{self._plain.name}"
+            lanes = count_lanes(connection)
+            self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
+            self._lanes = LaneGroup(connection, _make_lane(connection, group), timeout_s)
+            part = self._lanes
+        self._finalizer = weakref.finalize(self, _close, part, connection)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Shared memory as long as there is room, then plain memory."""
+        flat = self._arena.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=device) if flat is None else flat
+
+    def start(self, flat: torch.Tensor) -> ShmReduction:
+        """Sum in place."""
+        if self._group is not None:
+            return ShmReduction(self._group.all_reduce(flat, SUM))
+        assert self._lanes is not None
+        return ShmReduction(self._lanes.all_reduce(flat))
+
+    def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
+        """Sparse gradients have another size on every rank: the process group gathers them."""
+        return self._plain.start_sparse(gradient)
+
+
+def _close(part: SharedGroup | LaneGroup, connection: Connection) -> None:
+    part.close()
+    connection.close()
+
+
+def _make_lane(connection: Connection, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Make the c10d group of this rank's lane; only its members take part."""
+    if connection.index >= count_lanes(connection):
+        return None
+    ranks = lane_ranks(connection.hosts, connection.index)
+    everybody = dist.get_process_group_ranks(group)
+    members = [everybody[rank] for rank in ranks]
+    lane: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    return lane
