@@ -41,12 +41,14 @@ __all__ = [
     "group_timeout_s",
     "is_inside_backward",
     "is_outside_group",
+    "is_profiled",
     "move_inputs",
     "not_compiled",
     "not_compiled_itself",
     "optimizer_hook_handles",
     "preserve_versions",
     "queue_callback",
+    "record_until_done",
     "storage_references",
     "sync_module",
     "will_run_node",
@@ -118,6 +120,20 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     if timeout is None:
         timeout = group._get_backend(torch.device("cpu")).options._timeout
     return float(timeout.total_seconds())
+
+
+def is_profiled() -> bool:
+    """Say whether a profiler is recording this thread."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def record_until_done(name: str) -> torch.futures.Future[None]:
+    """Record an event for the profiler that ends, on whatever thread, with the returned future."""
+    record = torch.autograd.profiler.record_function(name)
+    future: torch.futures.Future[None] = torch.futures.Future()
+    record.__enter__()
+    record._call_end_callbacks_on_future(future)
+    return future
 
 
 def broadcast_coalesced(

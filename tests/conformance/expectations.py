@@ -68,6 +68,12 @@ LEFT_OUT: dict[str, tuple[Reason, str]] = {
 
 # Tests that expect torch's timing for parameters without a gradient: the backward in which they are
 # missing says nothing, and the next forward raises. They run with `missing_gradients="wait"`.
+OVER_THE_GROUP: frozenset[str] = frozenset(
+    {"test_ddp_profiling_autograd_profiler", "test_ddp_profiling_torch_profiler"}
+)
+"""Run with ``transport="c10d"``: they ask the profiler for events that gloo itself records. Ours
+are called ``shm:all_reduce`` (tests/ddp/test_profiler.py)."""
+
 WAITS: frozenset[str] = frozenset(
     {
         "test_ddp_control_flow_different_across_ranks",

@@ -15,7 +15,7 @@ import pytest
 from . import baseline
 from .client import DEADLINE_S, Client
 from .collect import TorchTest, collect
-from .expectations import LEFT_OUT, WAITS
+from .expectations import LEFT_OUT, OVER_THE_GROUP, WAITS
 from .outcome import PASSED
 
 CLASS = os.environ.get("CONFORMANCE_CLASS", "paceline")
@@ -40,8 +40,12 @@ def client() -> Iterator[Client]:
 
 @pytest.mark.parametrize("test", [_parameter(test) for test in collect().values()])
 def test_torch_ddp(client: Client, test: TorchTest) -> None:
-    waits = CLASS == "paceline" and test.name in WAITS
-    outcome = client.run(test, **({"missing_gradients": "wait"} if waits else {}))
+    defaults = {}
+    if CLASS == "paceline" and test.name in WAITS:
+        defaults["missing_gradients"] = "wait"
+    if CLASS == "paceline" and test.name in OVER_THE_GROUP:
+        defaults["transport"] = "c10d"
+    outcome = client.run(test, **defaults)
     if (outcome.status == PASSED) != _must_pass(test.name):
         pytest.fail(f"{test.name} {outcome.status} with {CLASS}\n{outcome.detail}", pytrace=False)
 

@@ -7,6 +7,7 @@ bucket, and that is the only copy: ranks sum each other's buckets in place. What
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -14,10 +15,13 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from paceline.errors import CollectiveError
 from paceline.shm import Connection, SharedGroup
 from paceline.shm.dtypes import OPS
 from paceline.shm.inner import lane_ranks
 from paceline.shm.lanes import LaneGroup, count_lanes
+from paceline.shm.work import FutureThread
+from paceline.torch_private import is_profiled, record_until_done
 from paceline.transport.c10d import C10dReduction, C10dTransport
 
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
@@ -89,7 +93,8 @@ class ShmTransport:
             self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
             self._lanes = LaneGroup(connection, _make_lane(connection, group), timeout_s)
             part = self._lanes
-        self._finalizer = weakref.finalize(self, _close, part, connection)
+        self._futures = FutureThread()
+        self._finalizer = weakref.finalize(self, _close, part, connection, self._futures)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Shared memory as long as there is room, then plain memory."""
@@ -98,19 +103,36 @@ class ShmTransport:
 
     def start(self, flat: torch.Tensor) -> ShmReduction:
         """Sum in place."""
+        under_way: UnderWay
         if self._group is not None:
-            return ShmReduction(self._group.all_reduce(flat, SUM))
-        assert self._lanes is not None
-        return ShmReduction(self._lanes.all_reduce(flat))
+            under_way = self._group.all_reduce(flat, SUM)
+        else:
+            assert self._lanes is not None
+            under_way = self._lanes.all_reduce(flat)
+        if is_profiled():
+            self._record(under_way)
+        return ShmReduction(under_way)
 
     def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
         """Sparse gradients have another size on every rank: the process group gathers them."""
         return self._plain.start_sparse(gradient)
 
+    def _record(self, under_way: UnderWay) -> None:
+        """Show the profiler how long a sum takes; the native thread cannot tell it."""
+        future = record_until_done("shm:all_reduce")
 
-def _close(part: SharedGroup | LaneGroup, connection: Connection) -> None:
+        def end() -> None:
+            with contextlib.suppress(CollectiveError):  # whoever waits for it hears of it
+                under_way.wait()
+            future.set_result(None)
+
+        self._futures.submit(end)
+
+
+def _close(part: SharedGroup | LaneGroup, connection: Connection, futures: FutureThread) -> None:
     part.close()
     connection.close()
+    futures.close()
 
 
 def _make_lane(connection: Connection, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
