@@ -52,6 +52,8 @@ class Arena:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Say where a contiguous tensor lies in the arena, if it does."""
+        if tensor.numel() == 0:
+            return 0  # nowhere and everywhere
         offset = tensor.data_ptr() - self._mapping.address
         size_bytes = tensor.numel() * tensor.itemsize
         return offset if 0 <= offset <= self._mapping.size_bytes - size_bytes else None

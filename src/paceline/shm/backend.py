@@ -52,6 +52,7 @@ class PacelineGroup(dist.ProcessGroup):
         self._store = store
         self._timeout = timeout
         self._started = 0
+        self._name = self._text = ""
         self._futures = FutureThread()
         self._operations: HostOperations | LaneOperations | None = None
         self._inner: Any = make_gloo(store, rank, world, timeout, "paceline/inner")
@@ -89,6 +90,26 @@ class PacelineGroup(dist.ProcessGroup):
     def get_group_store(self) -> Any:
         """The store that the group was made with."""
         return self._store
+
+    # A group in Python has no backends of c10d's, which would keep the name that functional
+    # collectives and device meshes ask for.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._text = text
+
+    def getGroupName(self) -> str:
+        """The name under which functional collectives find the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """What the user said that it is for."""
+        return self._text
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def _get_sequence_number_for_group(self) -> int:
         return self._started

@@ -38,7 +38,7 @@ def count_lanes(connection: Connection) -> int:
 class LaneReduction:
     """One all-reduce on its way through the hosts."""
 
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor
     reduced: Pending
     shared: Pending | None = None
     error: BaseException | None = None
@@ -61,10 +61,6 @@ class LaneReduction:
     def done_ns(self) -> int:
         """When it ended; 0 before."""
         return self.shared.done_ns() if self.shared is not None else 0
-
-    def forget(self) -> None:
-        """Let go of the tensor. Only when done."""
-        self.tensor = None
 
 
 class LaneGroup:
@@ -119,7 +115,6 @@ class LaneGroup:
 
     def _run(self) -> None:
         while (reduction := self._queue.get()) is not None:
-            assert reduction.tensor is not None
             try:
                 reduction.reduced.wait()
                 self._cross(reduction.tensor)

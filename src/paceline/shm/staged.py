@@ -1,8 +1,9 @@
-"""Sums over several hosts of tensors that do not lie in the arena: copied in, reduced, copied out.
+"""Sums of any tensor over several hosts: in pieces, through memory of the arena where need be.
 
-For the c10d backend, whose users bring their own tensors; DDP's buckets lie in the arena. Large
-tensors go in pieces, and a piece that finds no room waits for an older one to be done. Every rank
-cuts and waits alike, because the sizes are the same everywhere.
+Called by the transport of DDP, whose buckets lie in the arena as long as there is room, and by the
+c10d backend, whose users bring their own tensors. A piece that does not lie in the arena is copied
+to a buffer there, and back when it is done. Pieces are cut by size alone, so that ranks agree on
+them even if a bucket found room on one rank and not on another.
 """
 
 from __future__ import annotations
@@ -12,36 +13,44 @@ from collections import deque
 
 import torch
 
-from paceline.shm.lanes import LaneGroup, LaneReduction
+from paceline.shm.lanes import LaneGroup
 
 PIECE_BYTES = 16 << 20
-HEAP_BYTES = 4 * PIECE_BYTES
-"""What the arena of such a group needs."""
+BUFFERS = 4
+HEAP_BYTES = BUFFERS * PIECE_BYTES
+"""What the buffers take of the arena."""
 
 
 class Piece:
-    """Part of a tensor on its way, in memory of the arena."""
+    """Part of a tensor on its way; ``target`` is where the sum is to be copied, if anywhere."""
 
-    def __init__(
-        self, target: torch.Tensor, scratch: torch.Tensor, reduction: LaneReduction
-    ) -> None:
+    def __init__(self, shared: torch.Tensor, target: torch.Tensor | None, lanes: LaneGroup) -> None:
+        if target is not None:
+            shared.copy_(target)
+        self._shared = shared
         self._target = target
-        self._scratch: torch.Tensor | None = scratch
         self._lock = threading.Lock()
-        self.reduction = reduction
+        self._reduction = lanes.all_reduce(shared)
+
+    def is_done(self) -> bool:
+        """Never blocks."""
+        return self._reduction.is_done()
+
+    def done_ns(self) -> int:
+        """When it ended; 0 before."""
+        return self._reduction.done_ns()
 
     def finish(self) -> None:
-        """Wait, and bring the sum to where it belongs. Once; from any thread."""
+        """Wait, and bring the sum to where it belongs. From any thread."""
+        self._reduction.wait()
         with self._lock:
-            if self._scratch is not None:
-                self.reduction.wait()
-                self._target.copy_(self._scratch)
-                self._scratch = None
-                self.reduction.forget()
+            target, self._target = self._target, None
+            if target is not None:
+                target.copy_(self._shared)
 
 
 class StagedReduction:
-    """One sum, as c10d's ``Work`` sees it."""
+    """One sum."""
 
     def __init__(self, tensor: torch.Tensor, flat: torch.Tensor, pieces: list[Piece]) -> None:
         self._tensor = tensor
@@ -58,29 +67,37 @@ class StagedReduction:
 
     def is_done(self) -> bool:
         """Never blocks."""
-        return all(piece.reduction.is_done() for piece in self._pieces)
+        return all(piece.is_done() for piece in self._pieces)
+
+    def done_ns(self) -> int:
+        """When the last piece ended."""
+        return max((piece.done_ns() for piece in self._pieces), default=0)
 
 
 class Stage:
-    """Where tensors are copied in and out."""
+    """Starts sums; has a few buffers for what lies elsewhere, used in turn."""
 
     def __init__(self, lanes: LaneGroup) -> None:
         self._lanes = lanes
-        self._under_way: deque[Piece] = deque()
+        self._users: deque[Piece] = deque(maxlen=BUFFERS)
+        # Address space, not memory: that is taken when a buffer is first used.
+        found = [lanes.arena.allocate(PIECE_BYTES, torch.uint8) for _ in range(BUFFERS)]
+        self._buffers = deque(buffer for buffer in found if buffer is not None)
+        assert len(self._buffers) == BUFFERS
 
     def start(self, tensor: torch.Tensor) -> StagedReduction:
         """Begin to sum a dense CPU tensor over all ranks, in place."""
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         flat = real.contiguous().view(-1)
-        pieces = [self._send(part) for part in flat.split(PIECE_BYTES // flat.itemsize)]
-        return StagedReduction(real, flat, pieces)
+        parts = flat.split(PIECE_BYTES // flat.itemsize) if flat.numel() else ()
+        return StagedReduction(real, flat, [self._send(part) for part in parts])
 
     def _send(self, part: torch.Tensor) -> Piece:
-        while (scratch := self._lanes.arena.allocate(part.numel(), part.dtype)) is None:
-            self._under_way.popleft().finish()
-        scratch.copy_(part)
-        piece = Piece(part, scratch, self._lanes.all_reduce(scratch))
-        self._under_way.append(piece)
-        while self._under_way and self._under_way[0].reduction.is_done():
-            self._under_way.popleft().finish()
-        return piece
+        if self._lanes.arena.offset_of(part) is not None:
+            return Piece(part, None, self._lanes)
+        if len(self._users) == BUFFERS:
+            self._users[0].finish()  # whose buffer is next
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        self._users.append(Piece(buffer[: part.nbytes].view(part.dtype), part, self._lanes))
+        return self._users[-1]

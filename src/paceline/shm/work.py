@@ -36,7 +36,14 @@ class FutureThread:
         self._lock = threading.Lock()
 
     def submit(self, complete: Callable[[], None]) -> None:
-        """Call ``complete``, which waits for a collective, on the thread."""
+        """Call ``complete``, which waits for a collective, on the thread.
+
+        A callback of a future runs there already, and may begin a collective and wait for its
+        future (PowerSGD's does): nobody else would complete it, so that it is waited for at once.
+        """
+        if threading.current_thread() is self._thread:
+            complete()
+            return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(

@@ -17,6 +17,7 @@ from paceline.errors import ConfigurationError, SharedMemoryError
 from paceline.shm import Refusal, connect
 from paceline.shm.extension import DISABLE_VARIABLE
 from paceline.shm.lanes import CHANNELS
+from paceline.shm.staged import HEAP_BYTES
 from paceline.torch_private import group_timeout_s
 from paceline.transport.c10d import C10dTransport
 from paceline.transport.exchange import gather_json
@@ -25,7 +26,7 @@ from paceline.types import Reduction, Transport
 
 SHARED_BACKENDS = ("gloo", BACKEND_NAME)
 CPU = torch.device("cpu")
-HEAP_SLACK_BYTES = 32 << 20
+HEAP_SLACK_BYTES = HEAP_BYTES + (32 << 20)
 HEAP_COPIES = 3
 """Room for the buckets, for those of the plan before, and for gradients that somebody still holds.
 Reserved, not taken: memory is used when it is touched."""

@@ -20,6 +20,7 @@ from paceline.shm import Connection, SharedGroup
 from paceline.shm.dtypes import OPS
 from paceline.shm.inner import lane_ranks
 from paceline.shm.lanes import LaneGroup, count_lanes
+from paceline.shm.staged import Stage
 from paceline.shm.work import FutureThread
 from paceline.torch_private import is_profiled, record_until_done
 from paceline.transport.c10d import C10dReduction, C10dTransport
@@ -80,7 +81,7 @@ class ShmTransport:
         self._plain = C10dTransport(group)
         self._arena = connection.arena
         self._group: SharedGroup | None = None
-        self._lanes: LaneGroup | None = None
+        self._stage: Stage | None = None
         ranks, hosts = len(connection.members), len(connection.hosts)
         if hosts == 1:
             self.name = "shm"
@@ -91,8 +92,8 @@ class ShmTransport:
             self.name = f"shm+{self._plain.name}"
             lanes = count_lanes(connection)
             self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
-            self._lanes = LaneGroup(connection, _make_lane(connection, group), timeout_s)
-            part = self._lanes
+            part = LaneGroup(connection, _make_lane(connection, group), timeout_s)
+            self._stage = Stage(part)
         self._futures = FutureThread()
         self._finalizer = weakref.finalize(self, _close, part, connection, self._futures)
 
@@ -107,8 +108,8 @@ class ShmTransport:
         if self._group is not None:
             under_way = self._group.all_reduce(flat, SUM)
         else:
-            assert self._lanes is not None
-            under_way = self._lanes.all_reduce(flat)
+            assert self._stage is not None
+            under_way = self._stage.start(flat)
         if is_profiled():
             self._record(under_way)
         return ShmReduction(under_way)

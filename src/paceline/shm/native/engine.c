@@ -569,16 +569,17 @@ static int run_checked(pl_core *core, pl_operation *operation, uint32_t in_arena
 
 /* Carry out one operation from its ticket to its end. Called by one thread at a time. */
 int pl_execute(pl_core *core, pl_operation *operation) {
+    pl_request *request = &operation->request;
+    request->seq = core->seq + 1; /* also for the words about one that is refused */
     int status = pl_state(core);
     if (status != PL_OK)
         return status;
-    pl_request *request = &operation->request;
     pl_at(core, PL_POINT_BEGIN);
     uint64_t began_ns = operation->began_ns = pl_now_ns();
     uint64_t deadline_ns = began_ns > UINT64_MAX - operation->timeout_ns
                                ? UINT64_MAX
                                : began_ns + operation->timeout_ns;
-    request->seq = ++core->seq;
+    core->seq = request->seq;
     if (is_reduction(request->kind) && is_tiny(core, operation))
         request->offset = PL_NOT_IN_ARENA;
     write_ticket(core, request);

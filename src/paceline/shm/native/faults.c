@@ -5,7 +5,6 @@
 #define _GNU_SOURCE
 #include <signal.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "core.h"
 
@@ -32,5 +31,6 @@ void pl_fault_here(pl_core *core) {
         return;
     }
     atomic_store(&core->fault_point, PL_POINT_NONE);
-    kill(getpid(), core->fault_action == PL_FAULT_KILL ? SIGKILL : SIGSTOP);
+    /* To this thread: one that is sent to the process may stop it a little later. */
+    raise(core->fault_action == PL_FAULT_KILL ? SIGKILL : SIGSTOP);
 }
