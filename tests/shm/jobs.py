@@ -1,0 +1,169 @@
+"""What ranks do in the tests of the shared-memory group; called in a :class:`~crew.Seat`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import CollectiveError
+from paceline.shm import BLOCKING, Pending, SharedGroup
+from paceline.shm.extension import native
+from tests.shm.crew import Seat
+
+SUM = native.OP_SUM
+TINY, STAGED = 100, 700_000  # float32; the second takes three slots of a megabyte
+ROOT = 1
+"""Of collectives that have one; also the rank that faults happen to, so that all points fire."""
+
+Begin = Callable[[SharedGroup, torch.Tensor], Pending]
+
+
+def _values(rank: int, count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32).remainder_(31).add_(rank)
+
+
+def _total(world: int, count: int) -> torch.Tensor:
+    return _values(0, count) * world + sum(range(world))
+
+
+@dataclass
+class Kinds:
+    """Every kind of collective: begins it and returns what was begun and what is to come back."""
+
+    group: SharedGroup
+    rank: int
+    world: int
+
+    def begin(self, name: str, count: int) -> tuple[Pending, list[tuple[torch.Tensor, Any]]]:
+        """Return the pending collective and pairs of (result, expected)."""
+        mine = _values(self.rank, count)
+        if name.endswith("_in_arena"):
+            shared = self.group.arena.allocate(count, torch.float32)
+            assert shared is not None
+            mine = shared.copy_(mine)
+        return getattr(self, name)(mine, count)  # type: ignore[no-any-return]
+
+    def barrier(self, mine: torch.Tensor, count: int) -> Any:
+        return self.group.barrier(BLOCKING), []
+
+    def all_reduce(self, mine: torch.Tensor, count: int) -> Any:
+        return self.group.all_reduce(mine, SUM), [(mine, _total(self.world, count))]
+
+    all_reduce_in_arena = all_reduce
+
+    def reduce(self, mine: torch.Tensor, count: int) -> Any:
+        wanted = _total(self.world, count) if self.rank == ROOT else mine.clone()
+        return self.group.reduce(mine, SUM, ROOT), [(mine, wanted)]
+
+    def broadcast(self, mine: torch.Tensor, count: int) -> Any:
+        return self.group.broadcast(mine, ROOT), [(mine, _values(ROOT, count))]
+
+    def all_gather(self, mine: torch.Tensor, count: int) -> Any:
+        outputs = [torch.empty(count) for _ in range(self.world)]
+        wanted = [_values(rank, count) for rank in range(self.world)]
+        return self.group.all_gather(outputs, mine), list(zip(outputs, wanted, strict=True))
+
+    def gather(self, mine: torch.Tensor, count: int) -> Any:
+        ranks = range(self.world if self.rank == ROOT else 0)
+        outputs = [torch.empty(count) for _ in ranks]
+        wanted = [_values(rank, count) for rank in ranks]
+        return self.group.gather(outputs, mine, ROOT), list(zip(outputs, wanted, strict=True))
+
+    def scatter(self, mine: torch.Tensor, count: int) -> Any:
+        ranks = range(self.world if self.rank == ROOT else 0)
+        inputs = [_values(ROOT + 10 * rank, count) for rank in ranks]
+        pending = self.group.scatter(mine, inputs, ROOT)
+        return pending, [(mine, _values(ROOT + 10 * self.rank, count))]
+
+    def reduce_scatter(self, mine: torch.Tensor, count: int) -> Any:
+        inputs = [mine + 10 * rank for rank in range(self.world)]
+        output = torch.empty(count)
+        wanted = _total(self.world, count) + 10 * self.rank * self.world
+        return self.group.reduce_scatter(output, inputs, SUM), [(output, wanted)]
+
+    def all_to_all(self, mine: torch.Tensor, count: int) -> Any:
+        inputs = [mine[: count // (self.rank + to + 1)] for to in range(self.world)]
+        sizes = [count // (self.rank + source + 1) for source in range(self.world)]
+        outputs = [torch.empty(size) for size in sizes]
+        wanted = [_values(source, size) for source, size in enumerate(sizes)]
+        return self.group.all_to_all(outputs, inputs), list(zip(outputs, wanted, strict=True))
+
+    def reduce_lanes_in_arena(self, mine: torch.Tensor, count: int) -> Any:
+        """Rank i gets the sum of slice i; slices of others stay as they are."""
+        wanted, total = mine.clone(), _total(self.world, count)
+        mine_from, mine_to = (
+            native.cut(count, self.world, index, 4) for index in (self.rank, self.rank + 1)
+        )
+        wanted[mine_from:mine_to] = total[mine_from:mine_to]
+        return self.group.reduce_lanes(mine, self.world), [(mine, wanted)]
+
+    def share_lanes_in_arena(self, mine: torch.Tensor, count: int) -> Any:
+        cuts = [native.cut(count, self.world, index, 4) for index in range(self.world + 1)]
+        wanted = torch.cat([_values(i, count)[cuts[i] : cuts[i + 1]] for i in range(self.world)])
+        return self.group.share_lanes(mine, self.world), [(mine, wanted)]
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """What a test wants to know of an error."""
+    names = ("rank", "host", "pid", "operation", "missing")
+    facts = {name: getattr(error, name, None) for name in names}
+    return {"type": type(error).__name__, "text": str(error), **facts}
+
+
+def one(group: SharedGroup, seat: Seat, name: str, count: int) -> dict[str, Any] | None:
+    """Do one collective, check the result; return the error and how long it took, if it failed."""
+    began_s = time.monotonic()
+    try:
+        pending, results = Kinds(group, seat.rank, seat.world).begin(name, count)
+        pending.wait()
+    except CollectiveError as error:
+        return {"took_s": time.monotonic() - began_s, **describe(error)}
+    for found, wanted in results:
+        assert torch.equal(found, wanted), f"{name} of {count}: wrong result on rank {seat.rank}"
+    return None
+
+
+def with_fault(
+    seat: Seat, name: str, count: int, fault: tuple[int, int, int, int], timeout_s: float
+) -> dict[str, Any]:
+    """Do a collective, arm the fault on one rank, and go on until something is wrong.
+
+    Returns:
+        The error or None, how many collectives went well, and whether the fault fired.
+    """
+    with seat.group(timeout_s=20.0) as group:
+        assert one(group, seat, name, count) is None
+        group.barrier().wait()
+        group.timeout_s = timeout_s
+        point, nth, action, delay_ns = fault
+        if seat.rank == ROOT:
+            group._core.arm_fault(point, nth, action, delay_ns)
+        elif point == native.POINT_ASLEEP:
+            time.sleep(0.03)  # the other one has to wait
+        error, done = None, 0
+        while error is None and done < 3:
+            error = one(group, seat, name, count)
+            done += error is None
+        return {"error": error, "done": done, "fired": group._core.faults_fired()}
+
+
+def delays(seat: Seat, names: tuple[str, ...], points: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Delay one rank at every point of every kind; return where nothing was delayed."""
+    silent = []
+    with seat.group() as group:
+        for name in names:
+            for point in points:
+                fired = group._core.faults_fired()
+                if seat.rank == ROOT:
+                    group._core.arm_fault(point, 1, native.FAULT_DELAY, 300_000)
+                elif point == native.POINT_ASLEEP:
+                    time.sleep(0.002)
+                for count in (TINY, STAGED):
+                    assert one(group, seat, name, count) is None
+                if seat.rank == ROOT and group._core.faults_fired() == fired:
+                    silent.append((name, point))
+    return silent

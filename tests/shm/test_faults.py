@@ -1,0 +1,192 @@
+"""Faults at every labelled point of every collective: nobody hangs, everybody is told.
+
+Every fault is seen to have fired. The ranks are real processes (``crew.py``); after each fault the
+survivors must have nothing left of the group.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.shm.extension import missing_reason, native
+from tests.shm import jobs
+from tests.shm.crew import Crew, Played, with_crew
+
+pytestmark = [
+    pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason())),
+    pytest.mark.timeout(110),
+]
+
+POINTS = {
+    name.removeprefix("POINT_"): value
+    for name, value in (vars(native).items() if native else ())
+    if name.startswith("POINT_")
+}
+# (kind, elements)
+TINY = [
+    (name, jobs.TINY)
+    for name in (
+        "barrier",
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+    )
+]
+STAGED = [
+    (name, jobs.STAGED)
+    for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_to_all")
+]
+IN_ARENA = [
+    (f"{name}_in_arena", jobs.STAGED) for name in ("all_reduce", "reduce_lanes", "share_lanes")
+]
+EVERY = [*TINY, *STAGED, *IN_ARENA]
+# Points that not every kind of collective passes.
+ONLY = {
+    "REDUCING": {"all_reduce", "reduce", "reduce_scatter", "reduce_lanes"},
+    "TAKING": {"all_gather", "gather", "all_to_all", "share_lanes"},
+}
+
+
+def passes(kind: str, count: int, point: str) -> bool:
+    name = kind.removesuffix("_in_arena")
+    is_staged = count == jobs.STAGED and kind in ("all_reduce", "reduce")
+    return name in ONLY.get(point, {name}) or (point == "TAKING" and is_staged)
+
+
+Record = tuple[str, int, str, int, list[Played]]
+
+
+def play_faults(
+    crew: Crew, kinds: list[tuple[str, int]], points: list[str], action: int, timeout_s: float
+) -> list[Record]:
+    """One job for each kind at each point; with two and three ranks in turn."""
+    records = []
+    for kind, count in kinds:
+        for point in points:
+            if passes(kind, count, point):
+                world = 2 + len(records) % 2
+                fault = (POINTS[point], 1, action, 0)
+                played = crew.play(world, jobs.with_fault, kind, count, fault, timeout_s)
+                records.append((kind, count, point, world, played))
+    return records
+
+
+class TestKilled:
+    """SIGKILL: every other rank raises PeerLostError within half a second."""
+
+    @pytest.mark.parametrize("kinds", [TINY, STAGED, IN_ARENA], ids=["tiny", "staged", "arena"])
+    def test_at_every_point(self, kinds: list[tuple[str, int]]) -> None:
+        found = with_crew(play_faults, kinds, list(POINTS), native.FAULT_KILL, 20.0)
+        assert len(found) >= 24
+        slow = []
+        for kind, count, point, world, played in found:
+            where = f"{kind} of {count} at {point}, {world} ranks: {played}"
+            victim = played[jobs.ROOT]
+            assert victim.signal == signal.SIGKILL, where
+            for rank, survivor in enumerate(played):
+                if rank != jobs.ROOT:
+                    assert survivor.left == [], where
+                    self.check(survivor.value["error"], victim.pid, where)
+                    slow += [where] if survivor.value["error"]["took_s"] > 0.5 else []
+        # A machine that is busy with something else may be late once.
+        assert len(slow) <= len(found) // 50, slow
+
+    def check(self, error: dict[str, Any], pid: int, where: str) -> None:
+        assert error["type"] == "PeerLostError", where
+        assert (error["rank"], error["pid"]) == (jobs.ROOT, pid), where
+        assert error["host"] == platform.node(), where
+        kind = where.split()[0].removesuffix("_in_arena")
+        assert error["operation"].startswith(f"{kind} #"), where
+        assert f"rank 1 (pid {pid} on {platform.node()}) has died" in error["text"], where
+        assert "make a new one" in error["text"], where
+
+
+class TestStopped:
+    """SIGSTOP: CollectiveTimeoutError at the deadline, and an error for the stopped one too."""
+
+    @pytest.mark.parametrize(
+        ("kinds", "points"),
+        [
+            ([("all_reduce", jobs.TINY)], list(POINTS)),
+            ([("all_reduce", jobs.STAGED)], list(POINTS)),
+            (IN_ARENA[:1], list(POINTS)),
+            (EVERY, ["DATA_PUT"]),
+        ],
+        ids=["tiny", "staged", "arena", "every"],
+    )
+    def test_at_every_point(self, kinds: list[tuple[str, int]], points: list[str]) -> None:
+        found = with_crew(play_faults, kinds, points, native.FAULT_STOP, 0.3)
+        assert len(found) >= 8
+        for kind, count, point, world, played in found:
+            where = f"{kind} of {count} at {point}, {world} ranks: {played}"
+            assert played[jobs.ROOT].value["fired"] == 1, where
+            for rank, each in enumerate(played):
+                assert (each.signal, each.left) == (0, []), where
+                error = each.value["error"]
+                assert error["type"] == "CollectiveTimeoutError", where
+                if rank != jobs.ROOT:
+                    self.check(error, kind.removesuffix("_in_arena"), point, where)
+
+    def check(self, error: dict[str, Any], kind: str, point: str, where: str) -> None:
+        assert error["missing"] == (jobs.ROOT,), where
+        assert error["rank"] == jobs.ROOT, where
+        assert 0.25 < error["took_s"] < 2.0, where
+        told = r"In no collective for \d\.\d s; its last was" if point == "BEGIN" else r"In"
+        last = r"" if point == "BEGIN" else r"[^.]* for \d\.\d s\."
+        pattern = rf"rank 1 \(pid \d+ on \S+\), stopped: {told} (barrier|{kind}) #\d+{last}"
+        assert re.search(pattern, error["text"]), where
+
+
+class TestDelayed:
+    def test_at_every_point(self) -> None:
+        """Right results; and every point that a kind has was passed."""
+
+        def part(crew: Crew) -> list[Played]:
+            names = tuple({kind for kind, _ in EVERY})
+            return crew.play(3, jobs.delays, names, tuple(POINTS.values()))
+
+        played = with_crew(part)
+        assert [each.left for each in played] == [[], [], []]
+        silent = {
+            (kind, point)
+            for kind, _ in EVERY
+            for point in POINTS
+            if not any(passes(kind, count, point) for count in (jobs.TINY, jobs.STAGED))
+        }
+        points = {value: name for name, value in POINTS.items()}
+        found = {(kind, points[point]) for kind, point in played[jobs.ROOT].value}
+        # Whether a rank sleeps depends on how late the others are.
+        assert {each for each in found if each[1] != "ASLEEP"} == silent
+
+
+class TestManyRounds:
+    """Thousands of fresh groups: see ``bare.py``."""
+
+    def test_killed_stopped_delayed(self) -> None:
+        script = Path(__file__).with_name("bare.py")
+        command = [sys.executable, str(script), native.__file__, "2400", "11"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = json.loads(done.stdout)
+        assert found["wrong"] == []
+        assert sum(found["fired"].values()) >= 1500
+        for point in POINTS.values():
+            for action in ("KILL", "STOP", "DELAY"):
+                assert found["fired"].get(f"{action} {point}", 0) >= 5, found
+        # See `slow` above.
+        assert found["late"] <= 10, found
+        assert found["slowest_s"] < 3.0
