@@ -142,6 +142,19 @@ static bool read_words(PyObject *tuple, uint64_t *words, Py_ssize_t count) {
 
 enum { ARGUMENTS = 10 };
 
+/* What would make the core read beyond its tables. */
+static bool is_possible(const pl_core *core, const uint64_t *words) {
+    uint64_t kind = words[0], dtype = words[1], op = words[2], root = words[3];
+    bool has_lanes = kind == PL_REDUCE_LANES || kind == PL_SHARE_LANES;
+    bool reduces = kind == PL_ALL_REDUCE || kind == PL_REDUCE || kind == PL_REDUCE_SCATTER ||
+                   kind == PL_REDUCE_LANES;
+    if (kind < PL_KINDS && dtype < PL_DTYPES && root < core->world + has_lanes &&
+        (!reduces || pl_can_reduce((uint32_t)dtype, (uint32_t)op)))
+        return true;
+    PyErr_SetString(PyExc_ValueError, "no such collective, dtype, reduce operation or root");
+    return false;
+}
+
 /* (kind, dtype, op, root, count, offset, inputs, outputs, splits, timeout_s) */
 static pl_operation *read_operation(pl_core *core, PyObject *const *args, Py_ssize_t count) {
     if (count != ARGUMENTS || !PyTuple_Check(args[6]) || !PyTuple_Check(args[7]) ||
@@ -168,6 +181,8 @@ static pl_operation *read_operation(pl_core *core, PyObject *const *args, Py_ssi
         if (words[i] == UINT64_MAX && PyErr_Occurred())
             goto failed;
     }
+    if (!is_possible(core, words))
+        goto failed;
     operation->request = (pl_request){.kind = (uint32_t)words[0],
                                       .dtype = (uint32_t)words[1],
                                       .op = (uint32_t)words[2],
