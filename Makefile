@@ -11,7 +11,10 @@ TYPED  := $(wildcard src examples benchmarks)
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit conformance bench clean iproute2
+# What the native core is built from: when it changes, the package is installed anew.
+NATIVE := setup.py $(wildcard src/paceline/shm/native/*)
+
+.PHONY: help demo test lint types unit conformance bench clean iproute2 compiler
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -42,6 +45,7 @@ bench: $(VENV)/.installed-dev ## step time side by side with torch's DDP
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f src/paceline/shm/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests on several hosts need ip and tc. Without them, or without root, they skip and say so.
@@ -50,6 +54,14 @@ iproute2:
 	  || { apt-get -qq update && apt-get -qq install --no-install-recommends iproute2; } \
 	  || echo "iproute2 could not be installed: tests on several hosts will be skipped"
 
+# The native core of the shared-memory group needs a C compiler and Python's headers. Without them
+# the package works over gloo, and its tests of shared memory skip and say so.
+compiler:
+	@$(PYTHON) -c 'import os, shutil, sys, sysconfig; sys.exit(not (shutil.which("cc") and os.path.exists(sysconfig.get_path("include") + "/Python.h")))' \
+	  || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && apt-get -qq install --no-install-recommends gcc libc6-dev python3-dev; } \
+	  || echo "there is no C compiler: the shared-memory group will not be built"
+
 # A python3 without ensurepip (Debian without python3-venv) gets its pip from the one outside.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"Paceline needs Python 3.10 or newer, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
@@ -57,10 +69,10 @@ $(BIN)/python:
 	  rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) \
 	  && $(PYTHON) -m pip --python $(BIN)/python install pip; }
 
-$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-demo: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
 	$(INSTALL) ".[demo]"
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
 	$(INSTALL) ".[dev]"
 	@touch $@ $(VENV)/.installed-demo

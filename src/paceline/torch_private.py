@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "current_context_id",
     "default_group",
     "device_index",
+    "gloo_group",
     "group_timeout_s",
     "is_inside_backward",
     "is_outside_group",
@@ -112,6 +114,16 @@ def collectives_started(group: dist.ProcessGroup) -> int:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:
         return 0
+
+
+def gloo_group(store: Any, rank: int, world: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group by hand: ``new_group`` needs a default group, which there may not be."""
+    group = dist.ProcessGroup(store, rank, world)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._set_default_backend(kind)
+    gloo = dist.ProcessGroupGloo(store, rank, world, timeout)
+    group._register_backend(torch.device("cpu"), kind, gloo)
+    return group
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:

@@ -46,7 +46,9 @@ def real_view(tensor: torch.Tensor, op: int) -> torch.Tensor:
 
 
 def can_reduce(dtype: torch.dtype, op: int | None) -> bool:
-    """Say whether the native core reduces this."""
+    """Say whether the native core reduces this; complex numbers as what :func:`real_view` says."""
+    if dtype.is_complex:
+        return op in _LINEAR and can_reduce(dtype.to_real(), op)
     code = DTYPES.get(dtype)
     return code is not None and op is not None and bool(native.can_reduce(code, op))
 

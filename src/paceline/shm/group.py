@@ -271,7 +271,7 @@ class _Buffers:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def input(self, tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.contiguous()
+        flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         self.inputs.append(flat.data_ptr())
         self.tensors.append(flat)
         return flat

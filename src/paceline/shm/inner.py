@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline.shm.connect import Gather
+from paceline.torch_private import gloo_group
 
 MAX_WORD_BYTES = 1 << 20
 
@@ -23,13 +23,7 @@ def make_gloo(
     store: Any, rank: int, world: int, timeout: timedelta, name: str
 ) -> dist.ProcessGroup:
     """Make a gloo group over ``store``; collective over its ranks."""
-    prefixed = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    group = dist.ProcessGroup(prefixed, rank, world)
-    gloo = dist.ProcessGroupGloo(prefixed, rank, world, timeout)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    group._register_backend(torch.device("cpu"), kind, gloo)
-    return group
+    return gloo_group(dist.PrefixStore(name, store), rank, world, timeout)  # type: ignore[attr-defined]
 
 
 def gather_by_store(store: Any, rank: int, world: int) -> Gather:

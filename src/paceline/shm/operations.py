@@ -297,9 +297,7 @@ def _call(opts: Any) -> Call:
 def _can_reduce(tensors: Tensors, op: int) -> bool:
     _check_cpu(tensors)
     return all(
-        tensor.layout == torch.strided
-        and can_reduce(tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype, op)
-        for tensor in tensors
+        tensor.layout == torch.strided and can_reduce(tensor.dtype, op) for tensor in tensors
     )
 
 

@@ -35,8 +35,14 @@ class Pending:
         self._lock = threading.Lock()
 
     def is_done(self) -> bool:
-        """Say whether :meth:`wait` would return at once. Never blocks."""
-        return bool(self.operation.status() != native.STATUS_PENDING)
+        """Say whether :meth:`wait` would return at once. If it ended well, the results are there.
+
+        Never blocks.
+        """
+        status = self.operation.status()
+        if status == native.STATUS_OK and self._copies:
+            self._copy_out()
+        return bool(status != native.STATUS_PENDING)
 
     def done_ns(self) -> int:
         """When it ended, as ``time.perf_counter_ns`` counts; 0 before."""
@@ -65,8 +71,11 @@ class Pending:
             self._tensors = None
 
     def _copy_out(self) -> None:
-        """Bring results to tensors that the core could not write to itself. Once."""
-        with self._lock:
-            copies, self._copies = self._copies, ()
-            for target, source in copies:
+        """Bring results to tensors that the core could not write to itself. Once.
+
+        Whoever comes meanwhile waits for the copies, too.
+        """
+        with self._lock, torch.no_grad():  # a target may be a parameter
+            for target, source in self._copies:
                 target.copy_(source)
+            self._copies = ()
