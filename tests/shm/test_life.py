@@ -33,14 +33,25 @@ def play(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
 @pytest.mark.parametrize("blocking", [True, False])
 def test_abort_releases_everybody(blocking: bool, by: int) -> None:
     """From another thread; by a rank that waits, and by one that does not."""
-    found = play(3, jobs.aborted, blocking, by)
+
+    def part(crew: Crew) -> list[Played]:
+        for _ in range(3):  # the machine may be busy with something else
+            played = crew.play(3, jobs.aborted, blocking, by)
+            at_s = played[by].value["at_s"]
+            if all(played[rank].value["error"]["at_s"] - at_s < 0.1 for rank in (1, 2)):
+                break
+        return played
+
+    played = with_crew(part)
+    assert [(each.signal, each.left) for each in played] == [(0, [])] * 3
+    found = [each.value for each in played]
     for rank in (1, 2):
         error = found[rank]["error"]
         assert error["type"] == "GroupAbortedError"
         assert error["rank"] == by
         who = "this rank" if rank == by else f"rank {by} (pid"
         assert f"the group was aborted by {who}" in error["text"]
-        assert error["at_s"] - found[by]["at_s"] < 0.1 + 0.1 * (rank != by)
+        assert error["at_s"] - found[by]["at_s"] < 0.1
     for each in found:
         assert each["after"]["type"] == each["checked"]["type"] == "GroupAbortedError"
 
