@@ -219,10 +219,10 @@ class _Talk:
                 pipe.send(answer)
 
     def _continue_the_stopped(self) -> None:
-        if 0 < len(self._pipes) < len(self._pids):
-            for rank in self._pipes.values():
-                if _is_stopped(self._pids[rank]):
-                    os.kill(self._pids[rank], signal.SIGCONT)
+        waiting = [self._pids[rank] for rank in self._pipes.values()]
+        if len(waiting) < len(self._pids) and all(_is_stopped(pid) for pid in waiting):
+            for pid in waiting:
+                os.kill(pid, signal.SIGCONT)
 
 
 def _is_stopped(pid: int) -> bool:
