@@ -69,11 +69,14 @@ class Result:
     @property
     def limit(self) -> float:
         """The target of this workload."""
-        return WORKLOADS[self.workload].limit
+        return WORKLOADS[self.workload].limit(self.ranks)
 
     @property
     def is_met(self) -> bool:
-        """Whether Paceline is within its target."""
+        """Whether Paceline is within its targets."""
+        local_limit = WORKLOADS[self.workload].local_limit
+        if self.ranks == 2 and local_limit and self.against_local(PACELINE).value > local_limit:
+            return False
         return self.against_torch(PACELINE).value <= self.limit
 
     def to_json(self) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 torch does not count what it allocates on CPU, so the kernel is asked. The mark can be reset
 (``/proc/self/clear_refs``), and malloc is told to return blocks at once: the mark then shows what
 lives.
+
+Memory that ranks share counts once, for the rank whose arena it is: what a rank has touched of its
+peers' arenas is in its resident size too, but takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks import malloc
@@ -54,14 +58,14 @@ def measure_peaks(variant: Variant, sets_to_none: bool) -> Peaks:
     _load_everything(variant)
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     gc.collect()
-    base = _read("VmRSS")
+    base = resident("VmRSS")
     _reset_high_water_mark()
     model = variant.wrap(module)
-    constructed = _read("VmRSS") - base
+    constructed = resident("VmRSS") - base
     first = _peak_of_steps(model, 1, WIDTH, sets_to_none) - base
     second = _peak_of_steps(model, 1, WIDTH, sets_to_none) - base
     later = _peak_of_steps(model, 3, WIDTH, sets_to_none) - base
-    return Peaks(constructed, first, second, later, held=_read("VmRSS") - base)
+    return Peaks(constructed, first, second, later, held=resident("VmRSS") - base)
 
 
 def _load_everything(variant: Variant) -> None:
@@ -76,13 +80,30 @@ def _peak_of_steps(model: nn.Module, steps: int, width: int, sets_to_none: bool)
     for _ in range(steps):
         model.zero_grad(set_to_none=sets_to_none)
         model(batch).sum().backward()
-    peak = _read("VmHWM")
+    peak = resident("VmHWM")
     _reset_high_water_mark()
     return peak
 
 
 def _reset_high_water_mark() -> None:
     Path("/proc/self/clear_refs").write_text(RESET_HIGH_WATER_MARK)
+
+
+def resident(name: str) -> int:
+    """Return a resident size (VmRSS, VmHWM) without the arenas of peers."""
+    return _read(name) - peers_bytes(Path("/proc/self/smaps").read_text(), dist.get_rank())
+
+
+def peers_bytes(smaps: str, rank: int) -> int:
+    """Add up what is resident of the arenas of other ranks."""
+    total, is_foreign = 0, False
+    for line in smaps.splitlines():
+        if match := re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            arena = re.search(r"/memfd:paceline-arena-(\d+)", line)
+            is_foreign = arena is not None and int(arena[1]) != rank
+        elif is_foreign and (match := re.match(r"Rss:\s+(\d+) kB$", line)):
+            total += int(match[1]) * 1024
+    return total
 
 
 def _read(name: str) -> int:

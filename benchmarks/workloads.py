@@ -1,4 +1,4 @@
-"""The models that are measured, each with its input and the ratio that issue 2 allows it.
+"""The models that are measured, each with its input and its targets.
 
 Read by every benchmark, in the caller and in the ranks: a workload travels by its name.
 """
@@ -20,15 +20,22 @@ class Workload:
         title: What the table calls it.
         build: Returns the module; call it after seeding.
         batch: Returns the input, the same in every step.
-        limit: The most that Paceline's step may take, as a multiple of torch's better mode.
+        limits: The most that Paceline's step may take, as a multiple of torch's better mode: on
+            up to 2 ranks, and on more ranks than cores.
+        local_limit: The same as a multiple of the step without communication, on 2 ranks.
         steps: How many make a block of some 100 ms to 1 s.
     """
 
     title: str
     build: Callable[[], nn.Module]
     batch: Callable[[], torch.Tensor]
-    limit: float
+    limits: tuple[float, float]
     steps: int
+    local_limit: float | None = None
+
+    def limit(self, ranks: int) -> float:
+        """The target on so many ranks."""
+        return self.limits[ranks > 2]
 
 
 def _mlp() -> nn.Module:
@@ -51,21 +58,23 @@ WORKLOADS = {
         "MLP, 6 x Linear(2048), 100 MB of gradients",
         _mlp,
         lambda: torch.randn(16, 2048),
-        limit=1.05,
+        limits=(1 / 1.7, 1 / 1.7),
         steps=2,
+        local_limit=1.10,
     ),
     "transformer": Workload(
         "TransformerEncoder, d=256, 6 layers, batch 8 x 32",
         _transformer,
         lambda: torch.randn(8, 32, 256),
-        limit=1.05,
+        limits=(1 / 1.15, 1 / 1.2),
         steps=3,
+        local_limit=1.10,
     ),
     "small": Workload(
         "300 x Linear(32), 600 small parameters",
         _many_small,
         lambda: torch.randn(16, 32),
-        limit=1.15,
+        limits=(1 / 1.2, 1.0),
         steps=8,
     ),
 }

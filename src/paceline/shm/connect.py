@@ -222,7 +222,8 @@ def _swap_descriptors(
     local, index = place.local, place.index
     # A process opens its own pidfd: nobody can mistake another process for it later.
     mine = [
-        create_segment("paceline-arena", local[index].arena_bytes),
+        # The name is for people who read /proc/<pid>/maps.
+        create_segment(f"paceline-arena-{place.rank}", local[index].arena_bytes),
         os.pidfd_open(os.getpid()),
     ]
     owned.update(mine)
