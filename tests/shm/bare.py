@@ -11,6 +11,7 @@ JSON: what happened how often, and everything that was wrong.
 
 from __future__ import annotations
 
+import array
 import collections
 import ctypes
 import importlib.machinery
@@ -110,6 +111,10 @@ def value_of(rank: int, step: int, index: int) -> int:
     return rank * 1000 + step * 7 + index % 13
 
 
+def repeated(pattern: list[int], count: int) -> array.array[int]:
+    return (array.array("i", pattern) * (count // 13 + 1))[:count]
+
+
 class Rank:
     """Runs the collectives of a round and notes what came of them."""
 
@@ -176,8 +181,7 @@ class Rank:
             offset = self.native.SLOTS * SLOT_BYTES
             buffer = self.memory.heap(self.rank)[: count * 4 + 4]
         values = memoryview(buffer).cast("i")
-        for index in range(count):
-            values[index] = value_of(self.rank, step, index)
+        values[:count] = repeated([value_of(self.rank, step, i) for i in range(13)], count)
         return values, _address(buffer), offset
 
     def _barrier(self, core: Any, step: int, count: int, in_arena: bool) -> int:
@@ -211,8 +215,7 @@ class Rank:
     def _judge(self, status: int, values: memoryview, count: int, wanted: list[int]) -> int:
         if status != self.native.STATUS_OK:
             return status
-        whole = (wanted * (count // 13 + 1))[:count]
-        return status if values[:count].tolist() == whole else 99
+        return status if values[:count] == memoryview(repeated(wanted, count)) else 99
 
 
 KINDS = ("barrier", "all_reduce", "all_reduce", "all_reduce", "broadcast", "all_gather")
