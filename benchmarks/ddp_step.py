@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +39,8 @@ from benchmarks.variants import (
 )
 from benchmarks.workloads import WORKLOADS
 from paceline.testing import run_ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,12 @@ def _parser() -> argparse.ArgumentParser:
         help="leave glibc's malloc as it is; page faults then come by luck (see malloc.py)",
     )
     parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="each variant in processes of its own, in turn, with glibc's malloc as it is: what a "
+        "training script sees, page faults included",
+    )
+    parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a ratio to torch is above its target"
     )
     return parser
@@ -178,15 +186,26 @@ def _measure(
         variants,
         args.rounds,
         args.steps or WORKLOADS[workload].steps,
-        is_malloc_steady=not args.system_malloc,
+        is_malloc_steady=not (args.system_malloc or args.apart),
     )
+    companies = [(variant,) for variant in variants] if args.apart else [variants]
     launches = []
     for seed in range(args.launches):
-        bar = RoundBar(f"{workload}, {ranks} ranks, launch {seed + 1}", args.rounds)
-        mine = replace(schedule, seed=seed)
-        per_rank = run_ranks(ranks, run_rank, mine, bar, timeout_s=args.timeout)
-        launches.append(mean_over_ranks(per_rank))
+        samples: Samples = {}
+        for company in _turned(companies, seed):
+            title = f"{workload}, {ranks} ranks, launch {seed + 1}"
+            mine = replace(schedule, seed=seed, variants=company)
+            bar = RoundBar(title, args.rounds)
+            per_rank = run_ranks(ranks, run_rank, mine, bar, timeout_s=args.timeout)
+            samples |= mean_over_ranks(per_rank)
+        launches.append({variant.label: samples[variant.label] for variant in variants})
     return Result(workload, ranks, join_launches(launches))
+
+
+def _turned(items: list[T], turns: int) -> list[T]:
+    """Begin with another one each time."""
+    first = turns % len(items)
+    return items[first:] + items[:first]
 
 
 def _table(results: Sequence[Result]) -> Table:
