@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,8 +39,6 @@ from benchmarks.variants import (
 )
 from benchmarks.workloads import WORKLOADS
 from paceline.testing import run_ranks
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,9 @@ def _measure(
         args.steps or WORKLOADS[workload].steps,
         is_malloc_steady=not (args.system_malloc or args.apart),
     )
-    companies = [(variant,) for variant in variants] if args.apart else [variants]
+    companies: list[tuple[Variant, ...]] = [variants]
+    if args.apart:
+        companies = [(variant,) for variant in variants]
     launches = []
     for seed in range(args.launches):
         samples: Samples = {}
@@ -202,7 +202,7 @@ def _measure(
     return Result(workload, ranks, join_launches(launches))
 
 
-def _turned(items: list[T], turns: int) -> list[T]:
+def _turned(items: list[tuple[Variant, ...]], turns: int) -> list[tuple[Variant, ...]]:
     """Begin with another one each time."""
     first = turns % len(items)
     return items[first:] + items[:first]
