@@ -17,6 +17,7 @@ TREE = {
     "UntrainableModuleError": ("ConfigurationError", "RuntimeError"),
     "MeshError": ("ConfigurationError", "RuntimeError"),
     "SharedMemoryError": ("ConfigurationError", "RuntimeError"),
+    "TensorsError": ("ConfigurationError", "RuntimeError"),
     "TooLateError": ("ConfigurationError", "RuntimeError"),
     "GroupNotReadyError": ("PacelineError", "ValueError"),
     "PickleError": ("PacelineError", "RuntimeError"),

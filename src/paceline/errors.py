@@ -5,6 +5,7 @@ PacelineError
 │   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
 │   ├── MeshError (RuntimeError)             a device mesh that does not fit
 │   ├── SharedMemoryError (RuntimeError)     transport="shm" was asked for and cannot be had
+│   ├── TensorsError (RuntimeError)          tensors that do not fit the collective they are for
 │   └── TooLateError (RuntimeError)          a setting that must come before training
 ├── GroupNotReadyError (ValueError)          there is no process group to reduce over
 ├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
@@ -78,6 +79,10 @@ class MeshError(ConfigurationError, RuntimeError):
 
 class SharedMemoryError(ConfigurationError, RuntimeError):
     """``transport="shm"`` was asked for, and the ranks of this group cannot share memory."""
+
+
+class TensorsError(ConfigurationError, RuntimeError):
+    """A collective got tensors that do not fit: their number, sizes, dtypes, layout or device."""
 
 
 class TooLateError(ConfigurationError, RuntimeError):

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from paceline.errors import CollectiveTimeoutError
 from paceline.shm.connect import Connection
 from paceline.shm.extension import native
 from paceline.shm.group import SharedGroup
 from paceline.shm.pending import Pending
 
+UNFINISHED = "The sum over several hosts is not done yet. It goes on: wait for it once more."
 CHANNELS = 2
 """What a connection for lanes needs."""
 
@@ -45,8 +47,13 @@ class LaneReduction:
     is_submitted: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, timeout_s: float = -1.0) -> None:
-        """Block until the sum over all hosts is in the tensor."""
-        self.is_submitted.wait()
+        """Block until the sum over all hosts is in the tensor.
+
+        Raises:
+            CollectiveError: If it failed, or did not end within ``timeout_s``.
+        """
+        if not self.is_submitted.wait(timeout_s if timeout_s >= 0 else None):
+            raise CollectiveTimeoutError(UNFINISHED, missing=(), operation="all_reduce")
         if self.error is not None:
             raise self.error
         assert self.shared is not None

@@ -8,6 +8,7 @@ them even if a bucket found room on one rank and not on another.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 
@@ -40,9 +41,9 @@ class Piece:
         """When it ended; 0 before."""
         return self._reduction.done_ns()
 
-    def finish(self) -> None:
+    def finish(self, timeout_s: float = -1.0) -> None:
         """Wait, and bring the sum to where it belongs. From any thread."""
-        self._reduction.wait()
+        self._reduction.wait(timeout_s)
         with self._lock:
             target, self._target = self._target, None
             if target is not None:
@@ -54,20 +55,30 @@ class StagedReduction:
 
     def __init__(self, tensor: torch.Tensor, flat: torch.Tensor, pieces: list[Piece]) -> None:
         self._tensor = tensor
-        self._flat = flat
+        self._flat: torch.Tensor | None = None if flat.data_ptr() == tensor.data_ptr() else flat
         self._pieces = pieces
+        self._lock = threading.Lock()
 
     def wait(self, timeout_s: float = -1.0) -> None:
-        """Block until the sum is in the tensor."""
-        del timeout_s  # every step has a deadline of its own
+        """Block until the sum is in the tensor.
+
+        Raises:
+            CollectiveError: If it failed, or a piece did not end within ``timeout_s``.
+        """
         for piece in self._pieces:
-            piece.finish()
-        if self._flat.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(self._flat.view(self._tensor.shape))
+            piece.finish(timeout_s)
+        with self._lock:
+            if self._flat is not None:
+                self._tensor.copy_(self._flat.view(self._tensor.shape))
+            self._flat = None  # once: by now the tensor is its owner's again
 
     def is_done(self) -> bool:
-        """Never blocks."""
-        return all(piece.is_done() for piece in self._pieces)
+        """Say whether the sum is in the tensor, or will never be. Never blocks."""
+        if not all(piece.is_done() for piece in self._pieces):
+            return False
+        with contextlib.suppress(Exception):  # wait() raises it
+            self.wait()
+        return True
 
     def done_ns(self) -> int:
         """When the last piece ended."""
@@ -87,7 +98,8 @@ class Stage:
 
     def start(self, tensor: torch.Tensor) -> StagedReduction:
         """Begin to sum a dense CPU tensor over all ranks, in place."""
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        dense = tensor.detach()  # may be a parameter
+        real = torch.view_as_real(dense) if dense.is_complex() else dense
         flat = real.contiguous().view(-1)
         parts = flat.split(PIECE_BYTES // flat.itemsize) if flat.numel() else ()
         return StagedReduction(real, flat, [self._send(part) for part in parts])
