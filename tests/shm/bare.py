@@ -342,8 +342,10 @@ class Parent:
         for rank, (status, end, about, _, took_ns, _) in enumerate(records):
             assert a_round.ended[rank] == 0, f"rank {rank} did not end well"
             assert status == self.native.STATUS_BROKEN, f"rank {rank}: status {status}"
-            found = (end, about)
-            assert found == (self.native.END_TIMEOUT, a_round.fault.victim), f"rank {rank}: {found}"
+            assert end == self.native.END_TIMEOUT, f"rank {rank}: {end}"
+            assert about == records[0][2], "ranks tell different stories"
+            # On a busy machine, another rank may be late as well and be named first.
+            self.late += about != a_round.fault.victim
             if rank != a_round.fault.victim:
                 self.late += took_ns > (STOP_DEADLINE_S + LOST_WITHIN_S) * 1e9
 

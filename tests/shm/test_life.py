@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,19 @@ def test_an_exception_leaves_nothing() -> None:
     _, peer = play(2, jobs.raised)
     assert peer["type"] == "PeerLostError"
     assert "has left the group" in peer["text"]
+
+
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1)])
+def test_a_program_that_ends_without_closing(how: str, code: int) -> None:
+    """The interpreter goes while a thread of the core waits: it ends, and as it was told to."""
+    script = Path(__file__).with_name("leaves_open.py")
+    command = [sys.executable, str(script), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code, done.stderr
+    assert f"rank 1 ended with {code}" in done.stdout
+    lines = done.stderr.splitlines()
+    told = [line for line in lines if line.startswith("Fatal") or "Error" in line.split(":")[0]]
+    assert {line.strip() for line in told} <= {"raise ZeroDivisionError", "ZeroDivisionError"}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
