@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.shm.arena import Arena
-from paceline.shm.extension import native
+from paceline.shm.extension import DISABLED, native
 from paceline.shm.members import Member, by_host, describe_self
 from paceline.shm.passing import Deadline, Desk, visit
 from paceline.shm.segment import Mapping, check_segment, create_segment
@@ -114,7 +114,8 @@ def connect(
         hosts = by_host(members)
         reason = _why_not(members, hosts)
         if reason is not None:
-            return Refusal(reason, is_fault=any(m.unavailable for m in members))
+            is_fault = any(member.unavailable not in ("", DISABLED) for member in members)
+            return Refusal(reason, is_fault=is_fault)
         assert desk is not None
         connection: Connection | None = None
         trouble = ""

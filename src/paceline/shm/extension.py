@@ -16,6 +16,7 @@ native: Any = _module
 """The extension module (``native/module.c``), or None."""
 
 DISABLE_VARIABLE = "PACELINE_DISABLE_SHM"
+DISABLED = f"{DISABLE_VARIABLE} is set"
 
 
 def missing_reason() -> str | None:
@@ -23,7 +24,7 @@ def missing_reason() -> str | None:
     if sys.platform != "linux":
         return f"it needs Linux (memfd, futex), and this is {sys.platform}"
     if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
-        return f"{DISABLE_VARIABLE} is set"
+        return DISABLED
     if native is None:
         return (
             "the native core is not there, because the package was installed without a C compiler; "

@@ -30,6 +30,10 @@ class Deadline:
         """Seconds left, never zero: a socket would take that for 'do not wait'."""
         return max(self._until_s - time.monotonic(), 0.001)
 
+    def is_over(self) -> bool:
+        """Say whether the moment has passed."""
+        return time.monotonic() >= self._until_s
+
 
 class Desk:
     """Where one rank collects descriptors from all its peers and hands all of them to each."""
@@ -39,7 +43,7 @@ class Desk:
         self._peers: dict[int, socket.socket] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + address)
-        self._socket.listen(128)
+        self._socket.listen(socket.SOMAXCONN)
 
     def collect(self, ranks: Sequence[int], each: int, deadline: Deadline) -> dict[int, list[int]]:
         """Take ``each`` descriptors from every rank.
@@ -109,8 +113,7 @@ def visit(
     """
     received: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(deadline.left_s())
-        connection.connect("\0" + address)
+        _call_on(connection, "\0" + address, deadline)
         if not _is_same_user(connection):
             raise PermissionError("another user listens at the socket of a peer")
         socket.send_fds(connection, [_HELLO.pack(rank) + token.encode()], list(mine))
@@ -125,6 +128,19 @@ def visit(
             _close_all(received)
             raise
     return received
+
+
+def _call_on(connection: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connect; if too many others are in the queue, try again."""
+    while True:
+        connection.settimeout(deadline.left_s())
+        try:
+            connection.connect(address)
+            return
+        except BlockingIOError:
+            if deadline.is_over():
+                raise
+            time.sleep(0.005)
 
 
 def _is_same_user(connection: socket.socket) -> bool:
