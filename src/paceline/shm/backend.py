@@ -108,9 +108,6 @@ class PacelineGroup(dist.ProcessGroup):
         """What the user said that it is for."""
         return self._text
 
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
     def _get_sequence_number_for_group(self) -> int:
         return self._started
 

@@ -153,6 +153,8 @@ def a_future_has_the_tensors() -> None:
         assert [float(each.mean()) for each in future.wait()] == [world]
         assert work.wait()
         assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
 
 
 @case()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.errors import CollectiveMismatchError
 from paceline.testing import run_ranks
 from tests.shm.contract import reference
 
@@ -121,6 +122,27 @@ def other_dtypes() -> None:
 
 def test_dtypes_and_sizes_that_gloo_refuses() -> None:
     run_ranks(3, other_dtypes, backend="paceline")
+
+
+def future_of_a_mismatch() -> int:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    heard: list[bool] = []
+    works = [dist.all_reduce(torch.ones(size), async_op=True) for size in (3, 4 + rank, 3)]
+    futures = [work.get_future() for work in works]
+    futures[1].add_done_callback(lambda done: heard.append(done.done()))
+    with pytest.raises(CollectiveMismatchError, match="rank 0 brought all_reduce"):
+        futures[1].wait()
+    with pytest.raises(CollectiveMismatchError):
+        works[1].wait()
+    assert isinstance(works[1].exception(), CollectiveMismatchError)
+    assert works[1].is_completed()
+    assert [work.is_success() for work in (works[0], works[1])] == [True, False]
+    assert bool((futures[2].wait()[0] == world).all())
+    return len(heard)
+
+
+def test_a_mismatch_is_the_exception_of_work_and_future() -> None:
+    assert run_ranks(2, future_of_a_mismatch, backend="paceline") == [1, 1]
 
 
 def _holes(value: float) -> torch.Tensor:
