@@ -127,6 +127,7 @@ def _table(outcome: Outcome, args: argparse.Namespace) -> Table:
     table.add_row("parameters", f"{outcome.parameters:,}")
     buckets = "" if outcome.buckets is None else f" in {_count(outcome.buckets, 'bucket')}"
     table.add_row("gradients reduced, each step", f"{outcome.step_bytes / KIB:.1f} KiB{buckets}")
+    table.add_row("gradients travel over", outcome.travelled_over)
     table.add_row("gradients reduced, in all", f"{outcome.total_bytes / MIB:.1f} MiB per rank")
     return table
 

@@ -65,6 +65,7 @@ class Outcome:
     step_bytes: int
     total_bytes: int
     buckets: int | None
+    travelled_over: str
 
     @property
     def accuracy(self) -> float:
@@ -93,6 +94,7 @@ def train(digits: Digits, recipe: Recipe) -> Outcome:
         step_bytes=step_bytes,
         total_bytes=total_bytes,
         buckets=buckets,
+        travelled_over=_travelled_over(model),
     )
 
 
@@ -156,6 +158,13 @@ def _reduced(model: nn.Module, steps: int) -> tuple[int, int, int | None]:
         return sum(b.bytes for b in stats.buckets), stats.reduced_bytes, len(stats.buckets)
     step_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return step_bytes, step_bytes * steps, None
+
+
+def _travelled_over(model: nn.Module) -> str:
+    if not isinstance(model, DistributedDataParallel):
+        return f"c10d:{dist.get_backend()}"
+    stats = model.stats()
+    return "shared memory" if stats.transport == "shm" else stats.transport
 
 
 class _Bar:
