@@ -23,7 +23,6 @@ def run(kind: str) -> list[tuple[bool, bool]]:
     with PROFILERS[kind]() as profile:
         for _ in range(STEPS):
             ddp(torch.ones(2, 100)).sum().backward()
-        ddp._transport.resolve()._futures.close()  # the events end on that thread
     found: Any = profile.events() if kind == "kineto" else profile.function_events
     events = [event for event in found if event.name == "shm:all_reduce"]
     return [(event.is_async, event.cpu_time_total > 0) for event in events]
@@ -33,3 +32,19 @@ def run(kind: str) -> list[tuple[bool, bool]]:
 def test_every_reduction_is_an_event(kind: str) -> None:
     for events in run_ranks(2, run, kind):
         assert events == [(True, True)] * STEPS
+
+
+def start_and_stop(times: int) -> int:
+    """A profiler that stops right after a backward must not meet an event in its middle."""
+    ddp = DDP(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), bucket_cap_mb=0.01)
+    events = 0
+    for _ in range(times):
+        with PROFILERS["kineto"]() as profile:
+            ddp(torch.ones(2, 64)).sum().backward()
+        events += sum(event.name == "shm:all_reduce" for event in profile.events())
+    return events
+
+
+def test_a_profiler_may_stop_at_once() -> None:
+    first, second = run_ranks(2, start_and_stop, 30)
+    assert first == second > 200

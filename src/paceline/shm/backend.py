@@ -62,7 +62,7 @@ class PacelineGroup(dist.ProcessGroup):
         if isinstance(found, Connection):
             self._finalizer = weakref.finalize(self, found.close)
             self._operations = self._make_operations(found)
-        elif rank == 0:
+        elif found.is_fault and rank == 0:
             text = f"The paceline group works over gloo, not over shared memory: {found.reason}."
             warnings.warn(text, stacklevel=2)
 

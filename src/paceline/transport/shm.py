@@ -8,6 +8,7 @@ bucket, and that is the only copy: ranks sum each other's buckets in place. What
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -44,15 +45,19 @@ class UnderWay(Protocol):
 class ShmReduction:
     """One sum under way."""
 
-    __slots__ = ("_callback", "_under_way")
+    __slots__ = ("_callback", "_is_recorded", "_under_way")
 
-    def __init__(self, under_way: UnderWay) -> None:
+    def __init__(self, under_way: UnderWay, is_recorded: threading.Event | None = None) -> None:
         self._under_way = under_way
+        self._is_recorded = is_recorded
         self._callback: Callable[[int], None] | None = None
 
     def wait(self) -> None:
         """Block until the sum is in the buffer, or raise a CollectiveError that names the rank."""
         self._under_way.wait()
+        if self._is_recorded is not None:
+            # Whoever waits may stop the profiler next, which must not happen inside of an event.
+            self._is_recorded.wait()
         callback, self._callback = self._callback, None
         if callback is not None:
             callback(self._under_way.done_ns())
@@ -110,24 +115,25 @@ class ShmTransport:
         else:
             assert self._stage is not None
             under_way = self._stage.start(flat)
-        if is_profiled():
-            self._record(under_way)
-        return ShmReduction(under_way)
+        return ShmReduction(under_way, self._record(under_way) if is_profiled() else None)
 
     def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
         """Sparse gradients have another size on every rank: the process group gathers them."""
         return self._plain.start_sparse(gradient)
 
-    def _record(self, under_way: UnderWay) -> None:
+    def _record(self, under_way: UnderWay) -> threading.Event:
         """Show the profiler how long a sum takes; the native thread cannot tell it."""
         future = record_until_done("shm:all_reduce")
+        is_recorded = threading.Event()
 
         def end() -> None:
             with contextlib.suppress(CollectiveError):  # whoever waits for it hears of it
                 under_way.wait()
             future.set_result(None)
+            is_recorded.set()
 
         self._futures.submit(end)
+        return is_recorded
 
 
 def _close(part: SharedGroup | LaneGroup, connection: Connection, futures: FutureThread) -> None:
