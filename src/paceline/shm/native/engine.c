@@ -20,8 +20,9 @@
 
 #include "core.h"
 
-/* Up to this many bytes every rank reduces everything by itself: one meeting instead of two. */
-#define TINY_BYTES 16384
+/* Up to this many bytes over all ranks, every rank reduces everything by itself: one meeting
+ * instead of two. */
+#define TINY_BYTES ((uint64_t)1 << 18)
 /* How much is reduced or copied between two looks at the verdict. */
 #define STRIDE_BYTES ((uint64_t)1 << 18)
 
@@ -484,7 +485,7 @@ static bool is_reduction(uint32_t kind) { return kind == PL_ALL_REDUCE || kind =
 
 static bool is_tiny(pl_core *core, const pl_operation *operation) {
     uint64_t bytes = total_bytes(operation);
-    return bytes <= TINY_BYTES && bytes <= core->slot_bytes;
+    return bytes <= TINY_BYTES / core->world && bytes <= core->slot_bytes;
 }
 
 /* What a rank puts before it knows what its peers have brought. */
