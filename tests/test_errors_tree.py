@@ -16,6 +16,7 @@ TREE = {
     "ConfigurationError": ("PacelineError", "ValueError"),
     "UntrainableModuleError": ("ConfigurationError", "RuntimeError"),
     "MeshError": ("ConfigurationError", "RuntimeError"),
+    "PlacementError": ("ConfigurationError", "RuntimeError"),
     "TooLateError": ("ConfigurationError", "RuntimeError"),
     "GroupNotReadyError": ("PacelineError", "ValueError"),
     "PickleError": ("PacelineError", "RuntimeError"),
@@ -35,6 +36,14 @@ TREE = {
     "HookSignatureError": ("PacelineError", "ValueError"),
     "HookNotCallableError": ("PacelineError", "TypeError"),
     "HookAlreadyRegisteredError": ("PacelineError", "RuntimeError"),
+    "ReplicaCountError": ("PacelineError", "AssertionError"),
+    "ScatterError": ("PacelineError", "RuntimeError"),
+    "ScatterDimError": ("ScatterError", "IndexError"),
+    "GatherError": ("PacelineError", "RuntimeError"),
+    "GatherKeysError": ("GatherError", "ValueError"),
+    "GatherTypeError": ("GatherError", "TypeError"),
+    "SharedWriteError": ("PacelineError", "RuntimeError"),
+    "NormInputError": ("PacelineError", "ValueError"),
 }
 
 

@@ -13,6 +13,9 @@ from paceline.errors import (
     CollectiveError,
     ConfigurationError,
     DesynchronizedError,
+    GatherError,
+    GatherKeysError,
+    GatherTypeError,
     GradientMismatchError,
     GraphChangedError,
     GroupNotReadyError,
@@ -23,11 +26,17 @@ from paceline.errors import (
     MeshError,
     ModelMismatchError,
     NonFiniteGradientError,
+    NormInputError,
     PacelineError,
     ParametersChangedError,
     PeerFailedError,
     PickleError,
+    PlacementError,
     ReadyTwiceError,
+    ReplicaCountError,
+    ScatterDimError,
+    ScatterError,
+    SharedWriteError,
     StepError,
     TooLateError,
     UntrainableModuleError,
@@ -36,7 +45,17 @@ from paceline.errors import (
 from paceline.observe import BucketStats, DDPStats
 
 if TYPE_CHECKING:
+    from paceline import nn
     from paceline.ddp import DistributedDataParallel
+    from paceline.dp import (
+        DataParallel,
+        data_parallel,
+        gather,
+        parallel_apply,
+        replicate,
+        scatter,
+        scatter_kwargs,
+    )
 
 __all__ = [
     "AutogradGradError",
@@ -44,8 +63,12 @@ __all__ = [
     "CollectiveError",
     "ConfigurationError",
     "DDPStats",
+    "DataParallel",
     "DesynchronizedError",
     "DistributedDataParallel",
+    "GatherError",
+    "GatherKeysError",
+    "GatherTypeError",
     "GradientMismatchError",
     "GraphChangedError",
     "GroupNotReadyError",
@@ -56,22 +79,46 @@ __all__ = [
     "MeshError",
     "ModelMismatchError",
     "NonFiniteGradientError",
+    "NormInputError",
     "PacelineError",
     "ParametersChangedError",
     "PeerFailedError",
     "PickleError",
+    "PlacementError",
     "ReadyTwiceError",
+    "ReplicaCountError",
+    "ScatterDimError",
+    "ScatterError",
+    "SharedWriteError",
     "StepError",
     "TooLateError",
     "UntrainableModuleError",
     "UnusedParametersError",
+    "data_parallel",
+    "gather",
+    "nn",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
 ]
 
 # torch takes seconds to import, and `paceline --help` does not need it.
-_IMPORTED_ON_USE = {"DistributedDataParallel": "paceline.ddp"}
+_IMPORTED_ON_USE = {
+    "DataParallel": "paceline.dp",
+    "DistributedDataParallel": "paceline.ddp",
+    "data_parallel": "paceline.dp",
+    "gather": "paceline.dp",
+    "parallel_apply": "paceline.dp",
+    "replicate": "paceline.dp",
+    "scatter": "paceline.dp",
+    "scatter_kwargs": "paceline.dp",
+}
 
 
 def __getattr__(name: str) -> object:
+    if name == "nn":
+        return importlib.import_module("paceline.nn")
     if name not in _IMPORTED_ON_USE:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     value = getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
