@@ -188,5 +188,5 @@ class SharedWriteError(PacelineError, RuntimeError):
     """A forward wrote to a parameter whose memory several replicas share."""
 
 
-class NormInputError(PacelineError, ValueError):
+class NormInputError(PacelineError, ValueError, RuntimeError):
     """A batch normalisation got an input whose statistics do not exist."""

@@ -117,7 +117,7 @@ def test_data_parallel_model_device() -> None:
         assert caught.value.parameters == ("1.weight",)
         with pytest.raises(RuntimeError, match=r"1\.weight is on meta"):
             paceline.data_parallel(module, x, CPUS)
-    with pytest.raises(RuntimeError, match="on meta.*weight is on cpu"):
+    with pytest.raises(RuntimeError, match=r"on meta.*weight is on cpu"):
         paceline.DataParallel(layer, ["meta", "cpu"])(x)
 
 

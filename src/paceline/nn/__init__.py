@@ -1,1 +1,5 @@
-"""Modules that work across ranks."""
+"""Modules that compute over all ranks."""
+
+from paceline.nn.sync_batchnorm import SyncBatchNorm
+
+__all__ = ["SyncBatchNorm"]
