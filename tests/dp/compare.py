@@ -35,10 +35,11 @@ def assert_same_as_plain(
     steps: int = 1,
     compare_buffers: bool = True,
     tolerance: dict[str, float] | None = None,
+    plain: nn.Module | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Run both and compare outputs, gradients and state; return the module that ran in parallel."""
-    plain = copy.deepcopy(module)
+    plain = plain or copy.deepcopy(module)
     parallel = paceline.DataParallel(module, devices)
     if tolerance is None:
         # Gradients of replicas are added up in the parameter's dtype, half precision included.

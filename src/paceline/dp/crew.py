@@ -57,11 +57,15 @@ class Order:
         try:
             self.outcome.value = self._job()
         except BaseException as error:
-            # Without this frame: it holds the outcome, and that would be a reference cycle.
-            trace = error.__traceback__
-            self.outcome.error = error.with_traceback(trace.tb_next if trace else None)
+            self.outcome.error = _without_first_frame(error)
         finally:
             self._done.put(None)
+
+
+def _without_first_frame(error: BaseException) -> BaseException:
+    """Cut off the frame of ``perform``: it holds the outcome, which would be a reference cycle."""
+    trace = error.__traceback__
+    return error.with_traceback(trace.tb_next if trace else None)
 
 
 class Crew:

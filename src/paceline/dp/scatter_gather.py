@@ -134,6 +134,9 @@ def _cut(tensor: torch.Tensor, devices: Sequence[torch.device], dim: int) -> lis
         if torch.is_grad_enabled() and tensor.requires_grad:
             # Autograd refuses writes to one of several views; and replicas would race in its graph.
             pieces = [piece.clone() for piece in pieces]
+        else:
+            # A replica's write must not count as one to the others' pieces: .data counts anew.
+            pieces = [piece.data for piece in pieces]
     return [copy_to(piece, device) for piece, device in zip(pieces, devices, strict=True)]
 
 
