@@ -17,9 +17,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
+
+from paceline.nn.exchange import Exchange
 
 
 class BatchStats(NamedTuple):
@@ -52,12 +53,9 @@ def local_stats(values: torch.Tensor) -> BatchStats:
     return BatchStats(mean, var, count)
 
 
-def gather_stats(mine: BatchStats, group: dist.ProcessGroup) -> BatchStats:
+def gather_stats(mine: BatchStats, exchange: Exchange) -> BatchStats:
     """Combine the statistics of all ranks: one collective."""
-    packed = torch.cat(mine)
-    rows = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, packed, group=group)
-    return combine(torch.stack(rows))
+    return combine(exchange.gather(torch.cat(mine)))
 
 
 def combine(rows: torch.Tensor) -> BatchStats:
@@ -83,14 +81,14 @@ class NormalizeOverRanks(torch.autograd.Function):
         bias: torch.Tensor | None,
         stats: BatchStats,
         eps: float,
-        group: dist.ProcessGroup,
+        exchange: Exchange,
     ) -> torch.Tensor:
         """Normalise; ``stats`` are those of all ranks."""
         context: Any = ctx
         mean, var, total = stats
         invstd = (var + eps).rsqrt()
         context.save_for_backward(x, weight, mean, invstd, total)
-        context.group = group
+        context.exchange = exchange
         if x.numel() == 0:
             return torch.empty_like(x)
         scale, shift = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
@@ -106,7 +104,7 @@ class NormalizeOverRanks(torch.autograd.Function):
         sum_dy, sum_dy_xhat = sums.clone()
         dx = None
         if needs_x:
-            dist.all_reduce(sums, group=ctx.group)
+            ctx.exchange.sum(sums)
             dx = _input_gradient(dy, x, weight, mean, invstd, sums / total.clamp(min=1))
         # Of this rank alone: the wrapper around the model averages them, like all gradients.
         dweight = sum_dy_xhat.to(weight.dtype) if needs_weight else None

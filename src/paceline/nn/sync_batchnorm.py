@@ -19,6 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from paceline.errors import NormInputError, UntrainableModuleError
 from paceline.nn.batch_stats import BatchStats, NormalizeOverRanks, gather_stats, local_stats
+from paceline.nn.exchange import Exchange
+from paceline.nn.join_mirror import NormMirror
 from paceline.torch_private import BatchNormBase, knows_sync_batch_norm
 
 
@@ -37,6 +39,9 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         model = paceline.DistributedDataParallel(model)
     """
 
+    # Set inside of a join context only, by NormMirror.
+    _exchange: Exchange | None = None
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise a batch; every rank of the group must call it.
 
@@ -52,7 +57,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         momentum = self._count_batch()
         if group is None:
             return self._normalize_alone(input, momentum)
-        return self._normalize_over_ranks(input, momentum, group)
+        return self._normalize_over_ranks(input, momentum, self._exchange or Exchange(group))
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -103,16 +108,16 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         )
 
     def _normalize_over_ranks(
-        self, input: torch.Tensor, momentum: float, group: dist.ProcessGroup
+        self, input: torch.Tensor, momentum: float, exchange: Exchange
     ) -> torch.Tensor:
         with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
-            stats = gather_stats(local_stats(input), group)
+            stats = gather_stats(local_stats(input), exchange)
             count = float(stats.total)
             self._check_count(count, input)
             if self.track_running_stats and count:
                 self._update_running(stats, count, momentum)
         output: torch.Tensor = NormalizeOverRanks.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, stats, self.eps, group
+            input, self.weight, self.bias, stats, self.eps, exchange
         )
         return output
 
@@ -131,6 +136,14 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         unbiased = stats.var * (count / (count - 1))
         for running, new in ((self.running_mean, stats.mean), (self.running_var, unbiased)):
             running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+
+    @classmethod
+    def mirror_for_join(cls, module: nn.Module) -> NormMirror:
+        """Return what takes part in the messages of these layers for a rank without inputs.
+
+        Called by every rank together, when a join context is made around a model.
+        """
+        return NormMirror(module, [m for m in module.modules() if isinstance(m, SyncBatchNorm)])
 
     @classmethod
     def convert_sync_batchnorm(
