@@ -10,6 +10,7 @@ BENCHMARKS = {
     "ddp_step": "step time beside torch's DDP, interleaved (the default)",
     "memory": "peak memory above the weights, in gradient sets",
     "hot_path": "microseconds per gradient, with a profile",
+    "data_parallel": "2 CPU replicas beside the plain module",
 }
 
 
