@@ -80,7 +80,7 @@ class Workload:
 
 
 WORKLOADS: dict[str, Workload] = {
-    "matmul": Workload(_matmul, (512, 2048), 2, 1.25),
+    "matmul": Workload(_matmul, (1024, 2048), 1, 1.25),
     "lstm": Workload(Recurrent, (64, 100, 256), 2, 1.25),
     "cells": Workload(Cells, (64, 100, 256), 2, None),
     "small": Workload(_small, (64, 64), 10, None),

@@ -22,7 +22,7 @@ A replica has no parameters of its own, as in torch: they are attributes, and in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -120,29 +120,45 @@ class _Copier:
 
 def _copy_modules(modules: list[nn.Module], copier: _Copier, device: torch.device) -> nn.Module:
     copies = {id(module): _shallow_copy(module) for module in modules}
-    # Shared parameters and buffers are shared in the replica, too.
-    tensors: dict[int, torch.Tensor] = {}
-
-    def once(tensor: torch.Tensor, make: Callable[..., torch.Tensor]) -> torch.Tensor:
-        if id(tensor) not in tensors:
-            tensors[id(tensor)] = make(tensor, device)
-        return tensors[id(tensor)]
-
+    # By identity: what is shared in the module is shared in the replica, too.
+    made: dict[int, torch.Tensor] = {}
     for module in modules:
         copied = copies[id(module)]
         children: dict[str, nn.Module | None] = copied._modules
         for key, child in module._modules.items():
             children[key] = None if child is None else copies[id(child)]
-        given = {
-            key: None if parameter is None else once(parameter, copier.parameter)
-            for key, parameter in module._parameters.items()
-        }
-        buffers = {
-            key: None if buffer is None else once(buffer, copier.buffer)
-            for key, buffer in module._buffers.items()
-        }
-        _give(copied, given, buffers)
+        if module._parameters:
+            _give_parameters(copied, module, copier, device, made)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in made:
+                    made[id(buffer)] = copier.buffer(buffer, device)
+                copied._buffers[key] = made[id(buffer)]
     return copies[id(modules[0])]
+
+
+def _give_parameters(
+    copied: nn.Module,
+    module: nn.Module,
+    copier: _Copier,
+    device: torch.device,
+    made: dict[int, torch.Tensor],
+) -> None:
+    attributes = copied.__dict__
+    former = attributes["_former_parameters"]
+    is_plain = type(copied).__setattr__ is nn.Module.__setattr__
+    for key, parameter in module._parameters.items():
+        if parameter is None:
+            copied._parameters[key] = None
+            continue
+        alias = made.get(id(parameter))
+        if alias is None:
+            alias = made[id(parameter)] = copier.parameter(parameter, device)
+        former[key] = alias
+        if is_plain:
+            attributes[key] = alias
+        else:  # an RNN keeps its list of flat weights this way
+            setattr(copied, key, alias)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
@@ -150,6 +166,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     kind = type(module)
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         made: nn.Module = module._replicate_for_data_parallel()
+        made.__dict__["_former_parameters"] = {}
         return made
     copied: nn.Module = kind.__new__(kind)
     attributes = copied.__dict__
@@ -159,24 +176,8 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     attributes["_buffers"] = module._buffers.copy()
     attributes["_modules"] = module._modules.copy()
     attributes["_is_replica"] = True
+    attributes["_former_parameters"] = {}
     return copied
-
-
-def _give(
-    copied: nn.Module,
-    parameters: dict[str, torch.Tensor | None],
-    buffers: dict[str, torch.Tensor | None],
-) -> None:
-    copied.__dict__["_former_parameters"] = {k: p for k, p in parameters.items() if p is not None}
-    copied._buffers.update(buffers)
-    is_plain = type(copied).__setattr__ is nn.Module.__setattr__
-    for key, parameter in parameters.items():
-        if parameter is None:
-            copied._parameters[key] = None
-        elif is_plain:
-            copied.__dict__[key] = parameter
-        else:  # an RNN keeps its list of flat weights this way
-            setattr(copied, key, parameter)
 
 
 def adopt_buffers(module: nn.Module, replica: nn.Module) -> None:
