@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,6 +76,16 @@ def test_a_crew_that_is_busy_for_longer_than_the_idle_time_stays(
         assert [t.item() for t in out] == [0, 1]
 
 
+@pytest.fixture(params=[None, 1e-6], ids=["", "switching all the time"])
+def switch_interval(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make threads change places between nearly any two bytecodes: as far as a GIL allows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(request.param or before)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_interval")
 def test_callers_on_several_threads_do_not_disturb_each_other() -> None:
     model = paceline.DataParallel(nn.Linear(8, 8), CPUS)
     x = torch.randn(4, 8)
