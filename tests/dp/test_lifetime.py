@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.dp import crew
 from paceline.dp.crew import POOL
 from tests.dp.compare import CPUS
 
@@ -54,7 +55,10 @@ def test_ten_thousand_forwards_and_backwards() -> None:
     assert threading.active_count() == threads
 
 
-def test_inputs_outputs_and_replicas_do_not_live_until_the_next_forward() -> None:
+def test_inputs_outputs_and_replicas_do_not_live_until_the_next_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crew, "IDLE_S", 60.0)  # the end of a thread would free them as well
     alive: list[weakref.ref[object]] = []
 
     class Remembers(nn.Module):
