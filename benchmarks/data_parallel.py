@@ -98,6 +98,10 @@ class Result:
         """The ratio of wall times, round by round."""
         return ratio(walls(self.samples[label]), walls(self.samples[PLAIN]))
 
+    def cpu_against_plain(self, label: str) -> Estimate:
+        """The ratio of CPU times: on a busy machine the steadier one, though it sees no waiting."""
+        return ratio(cpus(self.samples[label]), cpus(self.samples[PLAIN]))
+
     @property
     def limit(self) -> float | None:
         """The target of this workload."""
@@ -115,6 +119,9 @@ class Result:
             "p50_ms": {label: p50(walls(blocks)) for label, blocks in self.samples.items()},
             "against_plain": {
                 label: asdict(self.against_plain(label)) for label in (PARALLEL, CONTROL)
+            },
+            "cpu_against_plain": {
+                label: asdict(self.cpu_against_plain(label)) for label in (PARALLEL, CONTROL)
             },
             "limit": self.limit,
             "is_met": self.is_met,
@@ -239,7 +246,7 @@ def _measure(args: argparse.Namespace, name: str) -> Result:
 def _table(results: Sequence[Result]) -> Table:
     title = "forward + backward, one process; ratios: median of rounds [95 % interval]"
     table = Table(title=escape(title))
-    for heading in ("model", "variant", "p50 ms", "CPU ms", "/ plain", "target"):
+    for heading in ("model", "variant", "p50 ms", "CPU ms", "/ plain", "CPU / plain", "target"):
         table.add_column(heading, justify="left" if heading in ("model", "variant") else "right")
     for result in results:
         for label, blocks in result.samples.items():
@@ -249,6 +256,7 @@ def _table(results: Sequence[Result]) -> Table:
                 f"{p50(walls(blocks)):.1f}",
                 f"{p50(cpus(blocks)):.1f}",
                 "" if label == PLAIN else escape(str(result.against_plain(label))),
+                "" if label == PLAIN else f"{result.cpu_against_plain(label).value:.3f}",
                 _judgement(result) if label == PARALLEL else "",
             )
         table.add_section()
