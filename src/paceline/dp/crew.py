@@ -80,8 +80,12 @@ class Crew:
             threading.Thread(target=_work, args=args, name=f"paceline replica {i}", daemon=True)
             for i, args in enumerate(self._arguments(retire))
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # the process may have no more threads: those that began must end
+            self.dismiss()
+            raise
 
     def _arguments(
         self, retire: Callable[[Crew], bool]
