@@ -26,7 +26,7 @@ from benchmarks.interleave import Cost, Samples, Stopwatch, cpus, join_launches,
 from benchmarks.ratios import Estimate, p50, ratio
 from paceline.testing import run_ranks
 
-PLAIN, CONTROL, PARALLEL = "plain", "plain again", "2 CPU replicas"
+PLAIN, CONTROL, PARALLEL = "plain", "plain again", "replicas"
 PARTS_LIMIT_MS = 1.0
 
 
@@ -247,7 +247,8 @@ def _table(results: Sequence[Result]) -> Table:
     title = "forward + backward, one process; ratios: median of rounds [95 % interval]"
     table = Table(title=escape(title))
     for heading in ("model", "variant", "p50 ms", "CPU ms", "/ plain", "CPU / plain", "target"):
-        table.add_column(heading, justify="left" if heading in ("model", "variant") else "right")
+        is_text = heading in ("model", "variant")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for result in results:
         for label, blocks in result.samples.items():
             table.add_row(

@@ -53,8 +53,8 @@ def test_data_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     words = "data_parallel --models small --launches 2 --rounds 2 --steps 1"
     report = run(tmp_path / "out.json", *words.split())
     (result,) = report["results"]
-    assert set(result["p50_ms"]) == {"plain", "plain again", "2 CPU replicas"}
-    assert len(result["samples_wall_cpu_ms"]["2 CPU replicas"]) == 4
+    assert set(result["p50_ms"]) == {"plain", "plain again", "replicas"}
+    assert len(result["samples_wall_cpu_ms"]["replicas"]) == 4
     assert report["parts_ms"] > 0
     assert "scatter + replicate + gather" in capsys.readouterr().out
 
