@@ -20,6 +20,7 @@ from torch import nn
 import paceline
 from paceline.dp import crew as crew_module
 from paceline.dp.crew import POOL
+from paceline.dp.parallel_apply import tell_where
 from tests.dp.compare import CPUS
 
 
@@ -299,3 +300,15 @@ def test_when_a_thread_cannot_be_started_the_others_end(monkeypatch: pytest.Monk
 
 def test_nothing_to_apply() -> None:
     assert paceline.parallel_apply([], []) == []
+
+
+def test_before_notes_existed_a_cause_names_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    error = ValueError("no")
+    tell_where(error, "Raised by replica 1.")
+    assert str(error.__cause__) == "Raised by replica 1."
+    assert not hasattr(error, "__notes__")
+    caused = ValueError("no")
+    caused.__cause__ = KeyError("own")
+    tell_where(caused, "Raised by replica 1.")
+    assert isinstance(caused.__cause__, KeyError)
