@@ -11,6 +11,7 @@ BENCHMARKS = {
     "collectives": "all_reduce beside gloo, and with --mpi beside Open MPI",
     "memory": "peak memory above the weights, in gradient sets",
     "hot_path": "microseconds per gradient, with a profile",
+    "data_parallel": "2 CPU replicas beside the plain module",
 }
 
 

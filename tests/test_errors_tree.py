@@ -18,6 +18,7 @@ TREE = {
     "MeshError": ("ConfigurationError", "RuntimeError"),
     "SharedMemoryError": ("ConfigurationError", "RuntimeError"),
     "TensorsError": ("ConfigurationError", "RuntimeError"),
+    "PlacementError": ("ConfigurationError", "RuntimeError"),
     "TooLateError": ("ConfigurationError", "RuntimeError"),
     "GroupNotReadyError": ("PacelineError", "ValueError"),
     "PickleError": ("PacelineError", "RuntimeError"),
@@ -42,6 +43,14 @@ TREE = {
     "HookSignatureError": ("PacelineError", "ValueError"),
     "HookNotCallableError": ("PacelineError", "TypeError"),
     "HookAlreadyRegisteredError": ("PacelineError", "RuntimeError"),
+    "ReplicaCountError": ("PacelineError", "AssertionError"),
+    "ScatterError": ("PacelineError", "RuntimeError"),
+    "ScatterDimError": ("ScatterError", "IndexError"),
+    "GatherError": ("PacelineError", "RuntimeError"),
+    "GatherKeysError": ("GatherError", "ValueError"),
+    "GatherTypeError": ("GatherError", "TypeError"),
+    "SharedWriteError": ("PacelineError", "RuntimeError"),
+    "NormInputError": ("PacelineError", "ValueError"),
 }
 
 

@@ -17,6 +17,9 @@ from paceline.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
     DesynchronizedError,
+    GatherError,
+    GatherKeysError,
+    GatherTypeError,
     GradientMismatchError,
     GraphChangedError,
     GroupAbortedError,
@@ -29,13 +32,19 @@ from paceline.errors import (
     MeshError,
     ModelMismatchError,
     NonFiniteGradientError,
+    NormInputError,
     PacelineError,
     ParametersChangedError,
     PeerFailedError,
     PeerLostError,
     PickleError,
+    PlacementError,
     ReadyTwiceError,
+    ReplicaCountError,
+    ScatterDimError,
+    ScatterError,
     SharedMemoryError,
+    SharedWriteError,
     StepError,
     TensorsError,
     TooLateError,
@@ -45,7 +54,17 @@ from paceline.errors import (
 from paceline.observe import BucketStats, DDPStats
 
 if TYPE_CHECKING:
+    from paceline import nn
     from paceline.ddp import DistributedDataParallel
+    from paceline.dp import (
+        DataParallel,
+        data_parallel,
+        gather,
+        parallel_apply,
+        replicate,
+        scatter,
+        scatter_kwargs,
+    )
 
 __all__ = [
     "AutogradGradError",
@@ -55,8 +74,12 @@ __all__ = [
     "CollectiveTimeoutError",
     "ConfigurationError",
     "DDPStats",
+    "DataParallel",
     "DesynchronizedError",
     "DistributedDataParallel",
+    "GatherError",
+    "GatherKeysError",
+    "GatherTypeError",
     "GradientMismatchError",
     "GraphChangedError",
     "GroupAbortedError",
@@ -69,28 +92,52 @@ __all__ = [
     "MeshError",
     "ModelMismatchError",
     "NonFiniteGradientError",
+    "NormInputError",
     "PacelineError",
     "ParametersChangedError",
     "PeerFailedError",
     "PeerLostError",
     "PickleError",
+    "PlacementError",
     "ReadyTwiceError",
+    "ReplicaCountError",
+    "ScatterDimError",
+    "ScatterError",
     "SharedMemoryError",
+    "SharedWriteError",
     "StepError",
     "TensorsError",
     "TooLateError",
     "UntrainableModuleError",
     "UnusedParametersError",
+    "data_parallel",
+    "gather",
+    "nn",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
 ]
 
 # torch takes seconds to import, and `paceline --help` does not need it.
-_IMPORTED_ON_USE = {"DistributedDataParallel": "paceline.ddp"}
+_IMPORTED_ON_USE = {
+    "DataParallel": "paceline.dp",
+    "DistributedDataParallel": "paceline.ddp",
+    "data_parallel": "paceline.dp",
+    "gather": "paceline.dp",
+    "parallel_apply": "paceline.dp",
+    "replicate": "paceline.dp",
+    "scatter": "paceline.dp",
+    "scatter_kwargs": "paceline.dp",
+}
 
 if "torch.distributed" in sys.modules:
     register_backend()  # else torch does it, when it is imported
 
 
 def __getattr__(name: str) -> object:
+    if name == "nn":
+        return importlib.import_module("paceline.nn")
     if name not in _IMPORTED_ON_USE:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
     value = getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)

@@ -6,6 +6,7 @@ PacelineError
 │   ├── MeshError (RuntimeError)             a device mesh that does not fit
 │   ├── SharedMemoryError (RuntimeError)     transport="shm" was asked for and cannot be had
 │   ├── TensorsError (RuntimeError)          tensors that do not fit the collective they are for
+│   ├── PlacementError (RuntimeError)        a module or a replica is not where it has to be
 │   └── TooLateError (RuntimeError)          a setting that must come before training
 ├── GroupNotReadyError (ValueError)          there is no process group to reduce over
 ├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
@@ -29,7 +30,15 @@ PacelineError
 │       └── GroupClosedError                 the group was used after it was destroyed, or in a fork
 ├── HookSignatureError (ValueError)          a hook does not take (state, bucket)
 ├── HookNotCallableError (TypeError)         a hook is no function
-└── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
+├── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
+├── ReplicaCountError (AssertionError)       not one input, kwargs and device for each replica
+├── ScatterError (RuntimeError)              inputs cannot be cut into one piece per replica
+│   └── ScatterDimError (IndexError)         a tensor does not have the dimension to cut along
+├── GatherError (RuntimeError)               outputs of replicas do not fit together
+│   ├── GatherKeysError (ValueError)         containers of different length or keys
+│   └── GatherTypeError (TypeError)          something that cannot be put together
+├── SharedWriteError (RuntimeError)          replicas wrote to a parameter whose memory they share
+└── NormInputError (ValueError)              an input that cannot be normalised over its batch
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
 Rank, parameters and operation are attributes too, for programs.
@@ -83,6 +92,10 @@ class SharedMemoryError(ConfigurationError, RuntimeError):
 
 class TensorsError(ConfigurationError, RuntimeError):
     """A collective got tensors that do not fit: their number, sizes, dtypes, layout or device."""
+
+
+class PlacementError(ConfigurationError, RuntimeError):
+    """A module is not on the device of its first replica, or a device does not exist here."""
 
 
 class TooLateError(ConfigurationError, RuntimeError):
@@ -205,3 +218,37 @@ class HookNotCallableError(PacelineError, TypeError):
 
 class HookAlreadyRegisteredError(PacelineError, RuntimeError):
     """The wrapper has a communication hook already."""
+
+
+class ReplicaCountError(PacelineError, AssertionError):
+    """There is not exactly one input (and one set of kwargs, and one device) for each replica."""
+
+
+class ScatterError(PacelineError, RuntimeError):
+    """The inputs cannot be cut into one piece per replica."""
+
+
+class ScatterDimError(ScatterError, IndexError):
+    """A tensor among the inputs does not have the dimension that is cut along."""
+
+
+class GatherError(PacelineError, RuntimeError):
+    """The outputs of the replicas cannot be put together."""
+
+
+class GatherKeysError(GatherError, ValueError, KeyError):
+    """The replicas returned containers of different length, or dicts with different keys."""
+
+    __str__ = Exception.__str__  # KeyError shows the repr of its text
+
+
+class GatherTypeError(GatherError, TypeError):
+    """The replicas returned something that is neither tensor nor container, and differs."""
+
+
+class SharedWriteError(PacelineError, RuntimeError):
+    """A forward wrote to a parameter whose memory several replicas share."""
+
+
+class NormInputError(PacelineError, ValueError, RuntimeError):
+    """A batch normalisation got an input whose statistics do not exist."""

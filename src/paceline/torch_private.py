@@ -21,11 +21,13 @@ from torch.autograd import Variable
 from torch.distributed import rpc
 from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
 from torch.distributed.utils import _cast_forward_inputs, _sync_module_states, _to_kwargs
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
 
 __all__ = [
+    "BatchNormBase",
     "BufferHookLocation",
     "BuiltinHookType",
     "FutureBase",
@@ -44,6 +46,7 @@ __all__ = [
     "is_inside_backward",
     "is_outside_group",
     "is_profiled",
+    "knows_sync_batch_norm",
     "move_inputs",
     "not_compiled",
     "not_compiled_itself",
@@ -233,3 +236,9 @@ def is_outside_group(group: Any) -> bool:
 def device_index(device: Any) -> int:
     """The index of a device given as number, string or torch.device."""
     return int(_get_device_index(device, True))
+
+
+def knows_sync_batch_norm(device: torch.device) -> bool:
+    """Whether torch's SyncBatchNorm has kernels for a device."""
+    own: str = torch._C._get_privateuse1_backend_name()
+    return device.type in ("cuda", "hpu", "xpu", own)

@@ -14,6 +14,20 @@ BufferHook = Callable[[Any, dict[str, torch.Tensor]], "list[torch.futures.Future
 """``hook(state, named_buffers)``: replaces the broadcast of buffers."""
 
 
+class JoinMirror(Protocol):
+    """For modules that talk to other ranks by themselves: their part in a join context.
+
+    A class of modules that has a ``mirror_for_join(module) -> JoinMirror`` is asked for one by the
+    wrapper, on every rank, when a join context is made.
+    """
+
+    def mirror_step(self) -> None:
+        """Do for the other ranks what this module does in a step, with nothing to contribute."""
+
+    def leave(self) -> None:
+        """The join context has ended on every rank."""
+
+
 class Reduction(Protocol):
     """A reduction in flight, as :meth:`Transport.start` hands it out."""
 

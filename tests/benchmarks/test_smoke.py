@@ -76,6 +76,16 @@ def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
     assert max(results["paceline"][step] for step in ("first", "second", "later")) < 1.2 * one_set
 
 
+def test_data_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "data_parallel --models small --launches 2 --rounds 2 --steps 1"
+    report = run(tmp_path / "out.json", *words.split())
+    (result,) = report["results"]
+    assert set(result["p50_ms"]) == {"plain", "plain again", "replicas"}
+    assert len(result["samples_wall_cpu_ms"]["replicas"]) == 4
+    assert report["parts_ms"] > 0
+    assert "scatter + replicate + gather" in capsys.readouterr().out
+
+
 def test_a_missed_target_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.ddp_step.Result.limit", 0.0)
     words = ["--models", "small", "--ranks", "1", "--launches", "1", "--rounds", "1"]

@@ -12,7 +12,6 @@ from enum import Enum
 class Reason(Enum):
     """Why a test is left out. All but the last hold for every class on a CPU, torch's included."""
 
-    SYNC_BATCH_NORM = "needs SyncBatchNorm on CPU, which is issue 5"
     NCCL = "needs NCCL"
     GPU_FACT = "asserts a fact that only a GPU can make true"
     BROKEN_IN_TORCH = "fails in torch 2.13 with any class; torch skips it by name"
@@ -24,31 +23,6 @@ MAY_PASS_WITH_TORCH = Reason.TORCH_INTERNAL
 
 
 LEFT_OUT: dict[str, tuple[Reason, str]] = {
-    # Every one of these builds or converts to nn.SyncBatchNorm, which refuses CPU modules.
-    "test_DistributedDataParallel_SyncBatchNorm": (Reason.SYNC_BATCH_NORM, ""),
-    "test_DistributedDataParallel_SyncBatchNorm_2D_Input": (Reason.SYNC_BATCH_NORM, ""),
-    "test_DistributedDataParallel_SyncBatchNorm_Channels_Last": (Reason.SYNC_BATCH_NORM, ""),
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value": (
-        Reason.SYNC_BATCH_NORM,
-        "",
-    ),
-    "test_DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient": (
-        Reason.SYNC_BATCH_NORM,
-        "",
-    ),
-    "test_DistributedDataParallel_SyncBatchNorm_No_Affine": (Reason.SYNC_BATCH_NORM, ""),
-    "test_DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process": (
-        Reason.SYNC_BATCH_NORM,
-        "",
-    ),
-    "test_DistributedDataParallel_SyncBatchNorm_half": (Reason.SYNC_BATCH_NORM, ""),
-    "test_ddp_inference": (Reason.SYNC_BATCH_NORM, "its second model is a SyncBatchNorm"),
-    "test_ddp_sync_bn_training_vs_eval": (
-        Reason.SYNC_BATCH_NORM,
-        "torch skips it by name, pull request 113620: look again then",
-    ),
-    "test_ddp_uneven_inputs_stop_iteration_sync_bn": (Reason.SYNC_BATCH_NORM, ""),
-    "test_sync_bn_logged": (Reason.SYNC_BATCH_NORM, ""),
     "test_ddp_device": (Reason.GPU_FACT, "inputs arrive on the device with the index of the rank"),
     "test_ddp_logging_data_gpu": (Reason.GPU_FACT, "the logged device_ids are the rank's GPU"),
     "test_ddp_profiling_execution_trace": (Reason.NCCL, "asserts that the backend is NCCL"),

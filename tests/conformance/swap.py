@@ -1,5 +1,7 @@
 """Put the class under test in the place of torch's DistributedDataParallel.
 
+With Paceline's class, Paceline's SyncBatchNorm takes the place of torch's too, which refuses CPUs.
+
 Done once in the process that all test processes are forked from, so every rank has it. What is put
 there is a real subclass (tests call it, pickle it and use its static methods). It takes off the
 arguments that `on_cpu.py` made meaningless, and has defaults that a run may set.
@@ -15,6 +17,7 @@ from typing import Any, ClassVar
 import torch.nn.parallel
 
 ORIGINAL = torch.nn.parallel.DistributedDataParallel
+ORIGINAL_NORM = torch.nn.SyncBatchNorm
 CHOICES = ("torch", "paceline")
 
 
@@ -22,8 +25,11 @@ def swap_in(choice: str) -> None:
     """Replace torch's class by the chosen one under every name that a loaded module has for it."""
     global UnderTest  # pickle finds the class by this name
     UnderTest = _subclass(_choose(choice))
-    for module, name in list(_bindings_of_original()):
-        setattr(module, name, UnderTest)
+    _replace(ORIGINAL, UnderTest)
+    if choice == "paceline":
+        import paceline.nn
+
+        _replace(ORIGINAL_NORM, paceline.nn.SyncBatchNorm)
 
 
 def set_defaults(**defaults: Any) -> None:
@@ -62,11 +68,16 @@ def _subclass(base: Any) -> Any:
 UnderTest: Any = ORIGINAL
 
 
-def _bindings_of_original() -> Iterator[tuple[ModuleType, str]]:
+def _replace(original: Any, replacement: Any) -> None:
+    for module, name in list(_bindings_of(original)):
+        setattr(module, name, replacement)
+
+
+def _bindings_of(original: Any) -> Iterator[tuple[ModuleType, str]]:
     for module_name, module in list(sys.modules.items()):
         # These two mean the original when they name it: it is what they build on.
         if module_name == __name__ or module_name.partition(".")[0] == "paceline":
             continue
         for name, value in list(vars(module).items()):
-            if value is ORIGINAL:
+            if value is original:
                 yield module, name

@@ -7,11 +7,16 @@ contribute.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
+
+from paceline.types import JoinMirror
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
@@ -24,6 +29,7 @@ class DDPJoinHook(JoinHook):
         self.ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         ddp.logger.set("join_uneven_inputs", 1)
+        self._mirrors = find_mirrors(ddp.module)
         super().__init__()
 
     def main_hook(self) -> None:
@@ -32,12 +38,46 @@ class DDPJoinHook(JoinHook):
         ddp._mirror_buffer_sync()
         synced = agree_on_sync(ddp, False)
         ddp.require_forward_param_sync = bool(synced)
-        if synced and ddp.reducer is not None:
-            ddp.reducer.mirror_step()
+        with _beside([mirror.mirror_step for mirror in self._mirrors]):
+            if synced and ddp.reducer is not None:
+                ddp.reducer.mirror_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody is here: take the model of a rank that trained to the end."""
         self.ddp._sync_final_model(is_last_joiner)
+        for mirror in self._mirrors:
+            mirror.leave()
+
+
+@contextlib.contextmanager
+def _beside(functions: Sequence[Callable[[], None]]) -> Iterator[None]:
+    """Run functions on a thread while the body runs; what they raise is raised at the end."""
+    if not functions:
+        yield
+        return
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for function in functions:
+                function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="paceline join mirror")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def find_mirrors(module: torch.nn.Module) -> list[JoinMirror]:
+    """Ask each class of modules that talks to other ranks by itself, in the order of the model."""
+    kinds = dict.fromkeys(type(part) for part in module.modules())
+    return [kind.mirror_for_join(module) for kind in kinds if hasattr(kind, "mirror_for_join")]
 
 
 def agree_on_sync(ddp: DistributedDataParallel, wants_sync: bool, *, wait: bool = True) -> bool:

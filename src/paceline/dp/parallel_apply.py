@@ -1,0 +1,145 @@
+"""``parallel_apply``: run modules, or functions, at the same time, each on its device.
+
+Called by :class:`paceline.dp.DataParallel` and by users. Knows nothing about how replicas are made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.dp.ambient import Ambient, divide_intraop_threads, in_callers_context
+from paceline.dp.containers import first_tensor
+from paceline.dp.crew import POOL, Job, Outcome
+from paceline.dp.devices import CPU, DeviceLike, Place, accelerator_type, parse_device
+from paceline.errors import PacelineError, ReplicaCountError
+
+
+def parallel_apply(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[DeviceLike | None] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, all at the same time, and return what they return.
+
+    Each runs on a thread that stays for the next call, under the caller's grad mode, inference
+    mode, autocast and context variables. CPU entries share the caller's intra-op threads. A single
+    module runs on the caller's own thread.
+
+    Args:
+        modules: Modules or functions.
+        inputs: For each, a tuple or list of positional arguments, or one argument.
+        kwargs_tup: For each, its keyword arguments.
+        devices: For each, where it runs. None: where its first tensor is, else on the current
+            accelerator, else on the CPU.
+
+    Raises:
+        ReplicaCountError: If the sequences have different lengths.
+        Exception: What the first failing replica raised: the same object, with its traceback and
+            a note that names replica and device. All replicas have ended then.
+    """
+    _check_lengths(len(modules), inputs=inputs, kwargs_tup=kwargs_tup, devices=devices)
+    if not modules:
+        return []
+    kwargs = kwargs_tup if kwargs_tup is not None else [{} for _ in modules]
+    where = devices if devices is not None else [None] * len(modules)
+    targets = [_choose_device(d, i) for d, i in zip(where, inputs, strict=True)]
+    if len(modules) == 1:
+        outcomes = [_run_here(_call(modules[0], inputs[0], kwargs[0], targets[0]))]
+    else:
+        outcomes = _run_on_crew(modules, inputs, kwargs, targets)
+    _raise_first(outcomes, targets)
+    return [outcome.value for outcome in outcomes]
+
+
+def _check_lengths(count: int, **given: Sequence[Any] | None) -> None:
+    for name, sequence in given.items():
+        if sequence is not None and len(sequence) != count:
+            raise ReplicaCountError(
+                f"parallel_apply got {count} modules and {len(sequence)} {name}. Give one entry of "
+                f"{name} for each module."
+            )
+
+
+def _choose_device(device: DeviceLike | None, arguments: Any) -> torch.device:
+    if device is not None:
+        return parse_device(device)
+    tensor = first_tensor(arguments)
+    if tensor is not None:
+        return tensor.device
+    kind = accelerator_type()
+    return CPU if kind is None else parse_device(kind)
+
+
+def _call(
+    module: Callable[..., Any], arguments: Any, kwargs: dict[str, Any], device: torch.device
+) -> Job:
+    place = Place(device)
+    # A tensor alone is one argument, not a row of them.
+    args = arguments if isinstance(arguments, (list, tuple)) else (arguments,)
+
+    def call() -> Any:
+        with place.entered():
+            return module(*args, **kwargs)
+
+    return call
+
+
+def _run_here(job: Job) -> Outcome:
+    try:
+        return Outcome(job())
+    except Exception as error:
+        return Outcome(error=error)
+
+
+def _run_on_crew(
+    modules: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    kwargs: Sequence[dict[str, Any]],
+    devices: Sequence[torch.device],
+) -> list[Outcome]:
+    ambient = Ambient.capture()
+    calls = map(_call, modules, inputs, kwargs, devices)
+    jobs = [in_callers_context(_under(ambient, call)) for call in calls]
+    with POOL.lend(len(jobs)) as crew:
+        divide_intraop_threads(crew, devices)
+        return crew.run(jobs)
+
+
+def _under(ambient: Ambient, call: Job) -> Job:
+    def job() -> Any:
+        with ambient.entered():
+            return call()
+
+    return job
+
+
+def _raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -> None:
+    failed = [i for i, outcome in enumerate(outcomes) if outcome.error is not None]
+    if not failed:
+        return
+    first = failed[0]
+    error = outcomes[first].error
+    assert error is not None
+    text = f"Raised by replica {first} of {len(outcomes)}, on {devices[first]}."
+    for other in failed[1:]:
+        text += f" Replica {other} failed too: {type(outcomes[other].error).__name__}."
+    tell_where(error, text)
+    for outcome in outcomes:
+        outcome.error = None
+    try:
+        raise error
+    finally:
+        del error  # else this frame and the exception would hold each other
+
+
+def tell_where(error: BaseException, text: str) -> None:
+    """Add a line to what an exception shows, without touching its type, arguments or traceback."""
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    elif error.__cause__ is None:  # before notes existed, a cause is what is always shown
+        error.__cause__ = PacelineError(text)
