@@ -223,9 +223,7 @@ class SharedGroup:
             self.arena.retire()
             raise
         pending = Pending(operation, buffers.tensors, buffers.copies, self._judge)
-        # A blocking call may have been queued behind others, and its wait may be interrupted.
-        if not pending.is_done():
-            self._remember(pending)
+        self._remember(pending)
         return pending
 
     @contextlib.contextmanager
@@ -237,11 +235,16 @@ class SharedGroup:
             raise forked_error(self._connection.local, self.index) from None
 
     def _remember(self, pending: Pending) -> None:
-        """Keep tensors alive for callers who start a collective and forget it."""
+        """Keep tensors alive for callers who start a collective and forget it.
+
+        A blocking one too: it may have been queued behind others, and its wait be interrupted.
+        """
+        if not self._in_flight and pending.is_done():
+            return
         with self._lock:
             self._in_flight.append(pending)
             while self._in_flight and self._in_flight[0].is_done():
-                self._in_flight.popleft().forget()
+                self._in_flight.popleft()
 
     def _judge(self, pending: Pending, status: int) -> CollectiveError:
         what = describe_request(pending.operation.request())

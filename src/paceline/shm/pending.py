@@ -40,8 +40,8 @@ class Pending:
         Never blocks.
         """
         status = self.operation.status()
-        if status == native.STATUS_OK and self._copies:
-            self._copy_out()
+        if status == native.STATUS_OK:
+            self._settle()
         return bool(status != native.STATUS_PENDING)
 
     def done_ns(self) -> int:
@@ -62,20 +62,16 @@ class Pending:
                 raise self._judge(self, FORKED) from None
         if status != native.STATUS_OK:
             raise self._judge(self, status)
-        if self._copies:
-            self._copy_out()
+        self._settle()
 
-    def forget(self) -> None:
-        """Let go of the tensors. Only when done."""
-        if not self._copies:
-            self._tensors = None
-
-    def _copy_out(self) -> None:
-        """Bring results to tensors that the core could not write to itself. Once.
+    def _settle(self) -> None:
+        """Bring results to tensors that the core could not write to itself; let go of all. Once.
 
         Whoever comes meanwhile waits for the copies, too.
         """
-        with self._lock, torch.no_grad():  # a target may be a parameter
-            for target, source in self._copies:
-                target.copy_(source)
-            self._copies = ()
+        if self._copies:
+            with self._lock, torch.no_grad():  # a target may be a parameter
+                for target, source in self._copies:
+                    target.copy_(source)
+                self._copies = ()
+        self._tensors = None
