@@ -11,7 +11,7 @@ TYPED  := $(wildcard src examples benchmarks)
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit conformance bench clean
+.PHONY: help demo test lint types unit conformance bench clean iproute2
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -20,7 +20,7 @@ help: ## this list
 demo: $(VENV)/.installed-demo ## train a small network on 2 ranks (ARGS="--ranks 4")
 	@$(BIN)/paceline demo $(ARGS)
 
-test: lint types ## everything CI runs: lint, types, all tests
+test: lint types iproute2 ## everything CI runs: lint, types, all tests
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
@@ -30,7 +30,7 @@ lint: $(VENV)/.installed-dev ## ruff: rules and format
 types: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy $(TYPED)
 
-unit: $(VENV)/.installed-dev ## the tests without torch's own (minutes less)
+unit: $(VENV)/.installed-dev iproute2 ## the tests without torch's own (minutes less)
 	$(BIN)/python -m pytest --ignore=tests/conformance $(ARGS)
 
 conformance: $(VENV)/.installed-dev ## torch's own DDP tests, on our class
@@ -43,6 +43,12 @@ bench: $(VENV)/.installed-dev ## step time side by side with torch's DDP
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Tests on several hosts need ip and tc. Without them, or without root, they skip and say so.
+iproute2:
+	@command -v tc >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
+	  || { apt-get -qq update && apt-get -qq install --no-install-recommends iproute2; } \
+	  || echo "iproute2 could not be installed: tests on several hosts will be skipped"
 
 # A python3 without ensurepip (Debian without python3-venv) gets its pip from the one outside.
 $(BIN)/python:
