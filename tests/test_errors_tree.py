@@ -28,6 +28,8 @@ TREE = {
     "NonFiniteGradientError": ("StepError", "ArithmeticError"),
     "GradientMismatchError": ("StepError", "RuntimeError"),
     "HookResultError": ("StepError", "TypeError"),
+    "HookInputError": ("StepError", "TypeError"),
+    "LaneBrokenError": ("StepError", "RuntimeError"),
     "AutogradGradError": ("StepError", "RuntimeError"),
     "PeerFailedError": ("StepError", "RuntimeError"),
     "DesynchronizedError": ("StepError", "RuntimeError"),

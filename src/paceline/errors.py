@@ -16,6 +16,8 @@ PacelineError
 │   ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise"
 │   ├── GradientMismatchError                a gradient's dtype or layout is not the bucket's
 │   ├── HookResultError (TypeError)          a communication hook failed
+│   ├── HookInputError (TypeError)           a hook cannot work on gradients of this kind
+│   ├── LaneBrokenError                      an earlier bucket of this hook failed
 │   ├── AutogradGradError                    torch.autograd.grad took gradients away
 │   ├── PeerFailedError                      another rank's backward raised before it was done
 │   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
@@ -115,6 +117,14 @@ class GradientMismatchError(StepError):
 
 class HookResultError(StepError, TypeError):
     """A communication hook raised, or returned something that is not its bucket's tensor."""
+
+
+class HookInputError(StepError, TypeError):
+    """A communication hook was given gradients that it cannot work on."""
+
+
+class LaneBrokenError(StepError):
+    """An earlier bucket of this hook failed, and ranks are in different collectives since."""
 
 
 class AutogradGradError(StepError):
