@@ -123,10 +123,6 @@ class Memory:
             shelf.values[name] = flat
         return shelf.values[name]
 
-    def layouts(self) -> list[list[int]]:
-        """The numbers in every bucket, in order."""
-        return [list(self._shelves[index].view.numbers) for index in sorted(self._shelves)]
-
     def flats(self, name: str) -> dict[int, torch.Tensor]:
         """The values of every bucket that has some, by index."""
         found = {i: (s.view, s.values[name]) for i, s in self._shelves.items() if name in s.values}

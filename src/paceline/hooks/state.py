@@ -32,7 +32,7 @@ from paceline.hooks.interface import (
     raising,
 )
 from paceline.hooks.lane import Lane, Rounds
-from paceline.hooks.layout import BucketView, Memory, ParameterBook
+from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterBook
 
 VERSION = 1
 
@@ -60,7 +60,8 @@ class LaneState(abc.ABC):
         self.memory = Memory()
         self._book = ParameterBook()
         self._lane: Lane | None = None
-        self._saved_layouts: list[tuple[int, ...]] = []
+        self._layouts: list[Numbers] = []  # of the latest step
+        self._saved_layouts: list[Numbers] = []  # not yet seen again
         self._held: _HeldStep | None = None
 
     @abc.abstractmethod
@@ -106,6 +107,7 @@ class LaneState(abc.ABC):
         """Send a bucket on its way."""
         if self._lane is None:
             self._lane = Lane(self.group, self.ROUNDS)
+        self._layouts[view.index :] = [view.numbers]
         what = f"{self.NAME} of bucket {view.index}"
         return self._lane.submit(what, self.rounds(view, self.step))
 
@@ -120,7 +122,7 @@ class LaneState(abc.ABC):
             "rank": None if group is None else group.rank(),
             "world": None if group is None else group.size(),
             "step": self.step,
-            "layouts": self.memory.layouts(),
+            "layouts": [list(numbers) for numbers in self._layouts],
             "memory": self.memory.state_dict(),
             "extra": self._extra_state(),
         }
@@ -133,7 +135,8 @@ class LaneState(abc.ABC):
         """
         self._check_saved(state)
         self.step = int(state["step"])
-        self._saved_layouts = [tuple(numbers) for numbers in state["layouts"]]
+        self._layouts = [tuple(numbers) for numbers in state["layouts"]]
+        self._saved_layouts = list(self._layouts)
         self.memory.load_state_dict(state["memory"])
         self._load_extra_state(state["extra"])
 
@@ -171,13 +174,13 @@ class LaneState(abc.ABC):
         """Make again what is not pickled."""
 
 
-_NOT_PICKLED = {"process_group", "memory", "_book", "_lane", "_saved_layouts", "_held"}
+_NOT_PICKLED = {"process_group", "memory", "_book", "_lane", "_layouts", "_saved_layouts", "_held"}
 
 
 class _HeldStep:
     """Buckets of a step that wait for the last, to be cut as they were when they were saved."""
 
-    def __init__(self, layouts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, layouts: Sequence[Numbers]) -> None:
         self._layouts = layouts
         self._views: list[BucketView] = []
         self._futures: list[TensorFuture] = []
