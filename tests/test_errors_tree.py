@@ -15,6 +15,7 @@ from paceline import errors
 TREE = {
     "ConfigurationError": ("PacelineError", "ValueError"),
     "UntrainableModuleError": ("ConfigurationError", "RuntimeError"),
+    "UnknownHookError": ("ConfigurationError", "AttributeError"),
     "MeshError": ("ConfigurationError", "RuntimeError"),
     "TooLateError": ("ConfigurationError", "RuntimeError"),
     "GroupNotReadyError": ("PacelineError", "ValueError"),

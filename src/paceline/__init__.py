@@ -32,6 +32,7 @@ from paceline.errors import (
     ReadyTwiceError,
     StepError,
     TooLateError,
+    UnknownHookError,
     UntrainableModuleError,
     UnusedParametersError,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "ReadyTwiceError",
     "StepError",
     "TooLateError",
+    "UnknownHookError",
     "UntrainableModuleError",
     "UnusedParametersError",
 ]

@@ -3,6 +3,7 @@
 PacelineError
 ├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
 │   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+│   ├── UnknownHookError (AttributeError)    there is no communication hook of that name
 │   ├── MeshError (RuntimeError)             a device mesh that does not fit
 │   └── TooLateError (RuntimeError)          a setting that must come before training
 ├── GroupNotReadyError (ValueError)          there is no process group to reduce over
@@ -65,6 +66,10 @@ class ConfigurationError(PacelineError, ValueError):
 
 class UntrainableModuleError(ConfigurationError, RuntimeError):
     """The module has nothing to train, or parameters that have no shape yet."""
+
+
+class UnknownHookError(ConfigurationError, AttributeError):
+    """There is no communication hook of that name or type."""
 
 
 class MeshError(ConfigurationError, RuntimeError):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
+    after,
     check_gradients,
     comm_hook,
     group_of,
@@ -62,11 +63,11 @@ def _compressed_mean(
     group = group_of(process_group)
     short = flat.to(dtype).div_(group.size())
 
-    def restore(_: Any) -> torch.Tensor:
+    def restore() -> torch.Tensor:
         flat.copy_(short)
         return buffer
 
-    return start_all_reduce(short, group).then(restore)
+    return after(start_all_reduce(short, group), restore)
 
 
 def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:

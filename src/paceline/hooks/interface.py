@@ -6,7 +6,7 @@ torch's buckets and ours have the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -89,6 +89,16 @@ def done(value: torch.Tensor) -> TensorFuture:
     future: TensorFuture = torch.futures.Future()
     future.set_result(value)
     return future
+
+
+def after(future: torch.futures.Future[Any], finish: Callable[[], torch.Tensor]) -> TensorFuture:
+    """Return a future of what ``finish`` returns, once ``future`` is done; errors are passed on."""
+
+    def check_and_finish(ended: torch.futures.Future[Any]) -> torch.Tensor:
+        ended.wait()
+        return finish()
+
+    return future.then(check_and_finish)
 
 
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Any]:

@@ -8,8 +8,11 @@ A c10d group matches collectives by the order in which each rank starts them. A 
 second collective when its first is done starts it whenever that happens to be, which with several
 buckets in flight is not the same order on every rank: on gloo, numbers of one bucket then land in
 another. A lane has a group of its own for each round. On the group of round i, buckets come in the
-order in which the hook was called, always; between groups there is no order to keep. So a lane may
+order in which hooks were called, always; between groups there is no order to keep. So a lane may
 start whatever is ready, and the link is busy while the next bucket is being compressed.
+
+All hooks on one process group share its lane: to make groups takes time, and wrappers run their
+hooks in the same order on every rank anyway.
 """
 
 from __future__ import annotations
@@ -36,17 +39,41 @@ Rounds = Generator[Start, None, torch.Tensor]
 _WAKE = object()
 
 
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
+
+
+def lane_of(parent: dist.ProcessGroup, rounds: int) -> Lane:
+    """Return the lane of a group, with groups for so many rounds. Ranks ask in the same order.
+
+    Collective when a lane or a group has to be made.
+    """
+    lane = _lanes.get(parent)
+    if lane is None or lane.is_broken():
+        lane = _lanes[parent] = Lane()
+    lane.reserve(parent, rounds)
+    return lane
+
+
 class Lane:
     """One thread, one group per round."""
 
-    def __init__(self, parent: dist.ProcessGroup, rounds: int) -> None:
-        self._groups = [_group_like(parent) for _ in range(rounds)]
+    def __init__(self) -> None:
+        self._groups: list[dist.ProcessGroup] = []
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        worker = _Worker(self._events, self._groups)
+        self._worker = worker = _Worker(self._events, self._groups)
         # A daemon: it does nothing between steps, and must not keep a program alive.
         thread = threading.Thread(target=worker.serve, name="paceline-lane", daemon=True)
         thread.start()
         weakref.finalize(self, self._events.put, None)
+
+    def reserve(self, parent: dist.ProcessGroup, rounds: int) -> None:
+        """Make groups until there are enough. Collective if some are missing."""
+        while len(self._groups) < rounds:
+            self._groups.append(_group_like(parent))
+
+    def is_broken(self) -> bool:
+        """Whether a job has failed, so that nothing can be submitted any more."""
+        return self._worker.broken is not None
 
     def submit(self, what: str, rounds: Rounds) -> TensorFuture:
         """Take a job. Ranks submit the same jobs in the same order.
@@ -103,7 +130,7 @@ class _Worker:
         self._events = events
         self._groups = groups
         self._active: list[_Job] = []
-        self._broken: LaneBrokenError | None = None
+        self.broken: LaneBrokenError | None = None
 
     def serve(self) -> None:
         with torch.no_grad():
@@ -122,14 +149,14 @@ class _Worker:
         self._active = [job for job in self._active if not job.is_over]
 
     def _go_on(self, job: _Job) -> None:
-        if self._broken is not None:
-            job.fail(self._broken)
+        if self.broken is not None:
+            job.fail(self.broken)
             return
         try:
             waiting = job.go_on(self._groups)
         except Exception as error:
             # Peers may have started what this rank did not: from here on, the order is lost.
-            self._broken = LaneBrokenError(
+            self.broken = LaneBrokenError(
                 f"an earlier bucket failed ({job.what}: {type(error).__name__}: {error}), so this "
                 "rank and its peers are no longer in the same collective. Register a hook with a "
                 "new state on every rank, or start again from the latest checkpoint.",

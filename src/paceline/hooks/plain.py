@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
+    after,
     comm_hook,
     done,
     group_of,
@@ -24,7 +25,7 @@ def mean_future(group: dist.ProcessGroup, tensor: torch.Tensor) -> TensorFuture:
     """Begin to take the mean of a tensor over all ranks, in place."""
     # Divided first: the sum of float16 gradients may be out of range, the sum of shares is not.
     tensor.div_(group.size())
-    return start_all_reduce(tensor, group).then(lambda ended: ended.value()[0])
+    return after(start_all_reduce(tensor, group), lambda: tensor)
 
 
 @comm_hook

@@ -10,8 +10,6 @@ error is at most half of the 1/255 of that range, per tensor or per channel of v
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
+    after,
     check_gradients,
     comm_hook,
     group_of,
@@ -60,7 +59,7 @@ def _exchange(
     mine = torch.cat([header, codes.view(-1)])
     everybody = mine.new_empty(group.size(), mine.numel())
 
-    def mean(_: Any) -> torch.Tensor:
+    def mean() -> torch.Tensor:
         total = torch.zeros_like(channels)
         for row in everybody:
             # Copied: codes of any number may stand before, so it need not be aligned.
@@ -70,7 +69,7 @@ def _exchange(
         total.div_(group.size())
         return buffer.copy_(total.view(-1)[: buffer.numel()])
 
-    return start_all_gather(everybody, mine, group).then(mean)
+    return after(start_all_gather(everybody, mine, group), mean)
 
 
 def _affine(channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,12 +26,13 @@ from paceline.errors import ConfigurationError
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
+    after,
     check_gradients,
     failed_future,
     group_of,
     raising,
 )
-from paceline.hooks.lane import Lane, Rounds
+from paceline.hooks.lane import Lane, Rounds, lane_of
 from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterBook
 
 VERSION = 1
@@ -80,7 +81,7 @@ class LaneState(abc.ABC):
         future = self._submit_or_hold(view)
         self.step += view.is_last
         if buffer.is_complex():
-            return future.then(lambda _: buffer)
+            return after(future, lambda: buffer)
         return future
 
     @property
@@ -106,7 +107,7 @@ class LaneState(abc.ABC):
     def submit(self, view: BucketView) -> TensorFuture:
         """Send a bucket on its way."""
         if self._lane is None:
-            self._lane = Lane(self.group, self.ROUNDS)
+            self._lane = lane_of(self.group, self.ROUNDS)
         self._layouts[view.index :] = [view.numbers]
         what = f"{self.NAME} of bucket {view.index}"
         return self._lane.submit(what, self.rounds(view, self.step))
