@@ -13,11 +13,15 @@ every rank learns of it, as with a plain all-reduce.
 from __future__ import annotations
 
 import abc
+import math
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 
 _CHUNK = 1 << 19  # values that are worked on at once: what stays in the cache is written once
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Blocks x values, with their code bytes and scales."""
 
 
 class Codec(abc.ABC):
@@ -35,17 +39,11 @@ class Codec(abc.ABC):
         """How many bytes the codes of so many values take."""
 
     @abc.abstractmethod
-    def write(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        noise: torch.Generator | None,
-    ) -> None:
-        """Encode blocks (the rows of ``values``) into code bytes and scales."""
+    def write(self, part: Part, work: torch.Tensor, noise: torch.Generator | None) -> None:
+        """Encode blocks. ``work`` has their shape, and may be overwritten."""
 
     @abc.abstractmethod
-    def read(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def read(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Decode blocks."""
 
     def row_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -53,52 +51,77 @@ class Codec(abc.ABC):
         return _aligned(self._scales_at(numel) + numel // self.block * dtype.itemsize)
 
     def encode(
-        self, values: torch.Tensor, wire: torch.Tensor, noise: torch.Generator | None = None
+        self,
+        values: torch.Tensor,
+        wire: torch.Tensor,
+        *,
+        noise: torch.Generator | None = None,
+        add: torch.Tensor | None = None,
+        keep_error: bool = False,
     ) -> None:
-        """Write rows of values into rows of bytes."""
-        for row, bytes_ in zip(values, wire, strict=True):
-            for part, codes, scales in self._chunks(row, bytes_):
-                self.write(part, codes, scales, noise)
+        """Write rows of values into rows of bytes.
+
+        Everything that is done to the values is done here, part by part, while they are in the
+        cache.
+
+        Args:
+            values: The rows.
+            wire: As many rows of bytes.
+            noise: For codecs that round by chance.
+            add: Added to the values before; flat, and perhaps shorter than they are.
+            keep_error: Leave in ``values`` what the bytes do not say of them.
+        """
+        offset = 0
+        for part, work in self._parts(values, wire):
+            flat = part[0].view(-1)
+            if add is not None:
+                addend = add[offset : offset + flat.numel()]
+                flat[: addend.numel()].add_(addend)
+                offset += flat.numel()
+            self.write(part, work, noise)
+            if keep_error:
+                self._subtract(part, work)
 
     def decode(self, wire: torch.Tensor, out: torch.Tensor) -> None:
         """Read rows of bytes into ``out``, a matrix."""
-        for row, bytes_ in zip(out, wire, strict=True):
-            for part, codes, scales in self._chunks(row, bytes_):
-                part.copy_(self.read(codes, scales))
+        for (values, codes, scales), _ in self._parts(out, wire):
+            self.read(codes, scales, values)
 
-    def decode_sum(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Read all rows of bytes and leave their sum, in order, in the vector ``out``."""
-        out.zero_()
-        rows = [self._chunks(out, bytes_) for bytes_ in wire]
-        for parts in zip(*rows, strict=True):
-            for part, codes, scales in parts:
-                part.add_(self.read(codes, scales))
+    def decode_add(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Read all rows of bytes and add them, in order, to the vector ``out``."""
+        rows = [self._parts(out.unsqueeze(0), row.unsqueeze(0)) for row in wire]
+        for same in zip(*rows, strict=True):
+            for (values, codes, scales), work in same:
+                self.read(codes, scales, work)
+                values.add_(work)
 
-    def subtract(self, wire: torch.Tensor, values: torch.Tensor) -> None:
-        """Take what was written out of ``values``: what is left is the error of the codec.
+    def _subtract(self, part: Part, work: torch.Tensor) -> None:
+        """Take what was written out of the values: what is left is the error of the codec.
 
         Nothing is left of blocks that are not finite: an error that is NaN would stay for ever.
         """
-        for row, bytes_ in zip(values, wire, strict=True):
-            for part, codes, scales in self._chunks(row, bytes_):
-                part.sub_(self.read(codes, scales))
-                lost = ~torch.isfinite(scales)
-                if lost.any():
-                    part[lost] = 0.0
+        values, codes, scales = part
+        self.read(codes, scales, work)
+        values.sub_(work)
+        lost = ~torch.isfinite(scales)
+        if lost.any():
+            values[lost] = 0.0
 
-    def _chunks(
-        self, row: torch.Tensor, wire: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Cut a row of values and its bytes into blocks x values, code bytes and scales."""
-        numel = row.numel()
+    def _parts(
+        self, values: torch.Tensor, wire: torch.Tensor
+    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Cut rows of values and bytes into parts that fit the cache, each with a work space."""
+        numel = values.shape[1]
         start = self._scales_at(numel)
         blocks = numel // self.block
-        codes = wire[: self.code_bytes(numel)].view(blocks, -1)
-        scales = wire[start : start + blocks * row.element_size()].view(row.dtype)
-        values = row.view(blocks, self.block)
         size = max(1, _CHUNK // self.block)
-        parts = zip(values.split(size), codes.split(size), scales.split(size), strict=True)
-        return list(parts)
+        work = torch.empty(min(size, blocks), self.block, dtype=values.dtype, device=values.device)
+        for row, bytes_ in zip(values, wire, strict=True):
+            codes = bytes_[: self.code_bytes(numel)].view(blocks, -1)
+            scales = bytes_[start : start + blocks * row.element_size()].view(row.dtype)
+            parts = (row.view(blocks, self.block), codes, scales)
+            for part in zip(*(whole.split(size) for whole in parts), strict=True):
+                yield part, work[: len(part[0])]
 
     def _scales_at(self, numel: int) -> int:
         return _aligned(self.code_bytes(numel))
@@ -116,17 +139,13 @@ class Int8Codec(Codec):
         self.stochastic = stochastic
 
     def code_bytes(self, numel: int) -> int:
+        """One each."""
         return numel
 
-    def write(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        noise: torch.Generator | None,
-    ) -> None:
-        work, inverse = _normalise(values, scales, 127.0)
-        torch.mul(values, inverse, out=work)
+    def write(self, part: Part, work: torch.Tensor, noise: torch.Generator | None) -> None:
+        """Scale, round, cast."""
+        values, codes, _ = part
+        torch.mul(values, _factors(part, work, 127.0), out=work)
         if self.stochastic:
             work.add_(torch.rand(work.shape, generator=noise, dtype=work.dtype)).floor_()
             work.clamp_(-127.0, 127.0)
@@ -134,8 +153,9 @@ class Int8Codec(Codec):
             work.round_()
         codes.view(torch.int8).copy_(work)
 
-    def read(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return codes.view(torch.int8) * scales.unsqueeze(1)
+    def read(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Cast, then scale: to multiply int8 with floats directly is 5 times slower."""
+        out.copy_(codes.view(torch.int8)).mul_(scales.unsqueeze(1))
 
 
 class Fp8Codec(Codec):
@@ -152,65 +172,75 @@ class Fp8Codec(Codec):
         self.dtype = self.FORMATS[fmt]
 
     def code_bytes(self, numel: int) -> int:
+        """One each."""
         return numel
 
-    def write(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        noise: torch.Generator | None,
-    ) -> None:
-        work, inverse = _normalise(values, scales, torch.finfo(self.dtype).max)
-        torch.mul(values, inverse, out=work)
+    def write(self, part: Part, work: torch.Tensor, noise: torch.Generator | None) -> None:
+        """Scale and cast."""
+        values, codes, _ = part
+        torch.mul(values, _factors(part, work, torch.finfo(self.dtype).max), out=work)
         codes.view(self.dtype).copy_(work)
 
-    def read(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return codes.view(self.dtype).to(scales.dtype).mul_(scales.unsqueeze(1))
+    def read(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Cast and scale."""
+        if self.dtype is torch.float8_e5m2:
+            out.copy_(codes.view(self.dtype)).mul_(scales.unsqueeze(1))
+        else:
+            out.copy_(_half_of_e4m3(codes)).mul_(scales.unsqueeze(1) * 256.0)
 
 
 class SignCodec(Codec):
     """One bit for each value: its sign, times the mean magnitude of its block."""
 
     def code_bytes(self, numel: int) -> int:
+        """One for every eight."""
         return numel // 8
 
-    def write(
-        self,
-        values: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        noise: torch.Generator | None,
-    ) -> None:
-        torch.mean(values.abs(), dim=1, out=scales)
-        bits = (values >= 0).view(*codes.shape, 8)
-        weights = _bit_values(values.device)
-        torch.sum(bits * weights, dim=2, dtype=torch.uint8, out=codes)
+    def write(self, part: Part, work: torch.Tensor, noise: torch.Generator | None) -> None:
+        """Take the mean magnitude, and pack the signs."""
+        values, codes, scales = part
+        torch.mean(torch.abs(values, out=work), dim=1, out=scales)
+        words = values.ge(0).view(torch.int64)
+        codes.copy_(words.mul_(_GATHER).bitwise_right_shift_(56).bitwise_and_(0xFF))
 
-    def read(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        bits = codes.unsqueeze(2).bitwise_and(_bit_values(codes.device)).ne(0)
+    def read(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Unpack 0 and 1, and make them minus and plus the magnitude."""
+        words = codes.to(torch.int64).mul_(_REPEAT).bitwise_and_(_ONE_BIT_EACH)
         magnitude = scales.unsqueeze(1)
-        return torch.where(bits.view(codes.shape[0], -1), magnitude, -magnitude)
+        out.copy_(words.view(torch.uint8).ne(0)).mul_(2 * magnitude).sub_(magnitude)
 
 
-def _normalise(
-    values: torch.Tensor, scales: torch.Tensor, largest: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set scales so that each block's largest value becomes ``largest``.
+# Eight bytes that are 0 or 1, as one little-endian word: times _GATHER, byte i has moved to bit
+# 56 + i, and no two of the products meet or carry. A byte times _REPEAT stands in all eight bytes,
+# of which _ONE_BIT_EACH keeps bit i in byte i.
+_GATHER = sum(1 << 7 * (8 - i) for i in range(8))
+_REPEAT = sum(1 << 8 * i for i in range(8))
+_ONE_BIT_EACH = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed number
 
-    Returns a work space of the shape of ``values``, and the factor for each block: 0 for blocks of
-    zeros (or as good as zero), and for those with NaN or infinity, whose scale then is not finite.
+
+def _half_of_e4m3(codes: torch.Tensor) -> torch.Tensor:
+    """Read e4m3 as float16, smaller by 256: the bits are the same, at other places.
+
+    Seven times faster than torch's cast. NaN is read as 480: a block with NaN has a scale that is
+    none either.
     """
-    work = torch.abs(values)
-    torch.amax(work, dim=1, out=scales)
-    scales.div_(largest)
-    inverse = scales.reciprocal()
-    inverse[~torch.isfinite(inverse)] = 0.0
-    return work, inverse.unsqueeze(1)
+    wide = codes.to(torch.int16)
+    sign = wide.bitwise_and(0x80).bitwise_left_shift_(8)
+    return wide.bitwise_and_(0x7F).bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)
 
 
-def _bit_values(device: torch.device) -> torch.Tensor:
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+def _factors(part: Part, work: torch.Tensor, largest: float) -> torch.Tensor:
+    """Set scales so that each block's largest value becomes ``largest``; return the factors.
+
+    The factor is 0 for blocks of zeros (or as good as zero), and for those with NaN or infinity,
+    whose scale then is NaN.
+    """
+    values, _, scales = part
+    torch.amax(torch.abs(values, out=work), dim=1, out=scales)
+    scales.div_(largest).masked_fill_(torch.isinf(scales), math.nan)
+    factors = scales.reciprocal()
+    factors[~torch.isfinite(factors)] = 0.0
+    return factors.unsqueeze(1)
 
 
 def _aligned(count: int) -> int:

@@ -78,6 +78,7 @@ class QuantizedState(LaneState):
         self.seed = seed
         # By bucket: what the encoding of this rank's slice of the mean has left out.
         self._mean_errors: dict[int, torch.Tensor] = {}
+        self._scratch = _Scratch()
         self._after_unpickling()
 
     def _after_unpickling(self) -> None:
@@ -94,34 +95,19 @@ class QuantizedState(LaneState):
         cut = _Cut.of(view, self.group, self.block)
         codec = self.codec(cut.block)
         noise = self._noise(view, step, cut)
+        keep = self.error_feedback
+        sent, received = self._scratch.take(cut, codec, view)
         mine = self._own_values(view, cut)
-        sent = cut.empty_wire(codec, view)
-        codec.encode(mine, sent, noise)
-        received = torch.empty_like(sent)
-
-        def send_slices(group: dist.ProcessGroup) -> torch.futures.Future[Any]:
-            future = start_all_to_all(received, sent, group)
-            if self.error_feedback:
-                codec.subtract(sent, mine)  # while the bytes travel
-            return future
-
-        yield send_slices
-        mean = torch.empty(cut.slice_numel, dtype=mine.dtype, device=mine.device)
-        codec.decode_sum(received, mean)
+        codec.encode(mine, sent, noise=noise, add=view.values, keep_error=keep)
+        yield lambda group: start_all_to_all(received, sent, group)
+        mean = self._mean_error(view, cut)
+        mean.mul_(cut.world)
+        codec.decode_add(received, mean)
         mean.div_(cut.world)
-        if self.error_feedback:
-            mean = self._mean_error(view, cut).add_(mean)
-        result = sent[:1]
-        codec.encode(mean.unsqueeze(0), result, noise)
-
-        def send_mean(group: dist.ProcessGroup) -> torch.futures.Future[Any]:
-            future = start_all_gather(received, result[0], group)
-            if self.error_feedback:
-                codec.subtract(result, mean.unsqueeze(0))
-            return future
-
-        yield send_mean
+        codec.encode(mean.unsqueeze(0), sent[:1], noise=noise, keep_error=keep)
+        yield lambda group: start_all_gather(received, sent[0], group)
         _read_all(codec, received, view, cut)
+        self._scratch.give_back(sent, received)
         return view.values
 
     def wire_bytes(self, numel: int, world: int) -> int:
@@ -131,21 +117,20 @@ class QuantizedState(LaneState):
         return 2 * (world - 1) * row
 
     def _own_values(self, view: BucketView, cut: _Cut) -> torch.Tensor:
-        """This rank's gradients with what was left out before: slices x values."""
-        numel = view.numel
+        """What this rank has left out before, or zeros: slices x values."""
         if self.error_feedback:
             padded = self.memory.get(view, ERROR, padded_numel=cut.padded_numel)
-            padded[:numel].add_(view.values)
         else:
             padded = view.values.new_zeros(cut.padded_numel, dtype=view.compute_dtype)
-            padded[:numel].copy_(view.values)
         return padded.view(cut.world, cut.slice_numel)
 
     def _mean_error(self, view: BucketView, cut: _Cut) -> torch.Tensor:
+        """What the encoding of this rank's slice of the mean has left out before, or zeros."""
         kept = self._mean_errors.get(view.index)
         if kept is None or kept.numel() != cut.slice_numel:
             kept = view.values.new_zeros(cut.slice_numel, dtype=view.compute_dtype)
-            self._mean_errors[view.index] = kept
+            if self.error_feedback:
+                self._mean_errors[view.index] = kept
         return kept
 
     def _fold_mean_errors(self) -> None:
@@ -214,9 +199,29 @@ class _Cut:
     def padded_numel(self) -> int:
         return self.world * self.slice_numel
 
-    def empty_wire(self, codec: Codec, view: BucketView) -> torch.Tensor:
-        row = codec.row_bytes(self.slice_numel, view.compute_dtype)
-        return torch.zeros(self.world, row, dtype=torch.uint8, device=view.values.device)
+
+class _Scratch:
+    """Byte buffers that go from bucket to bucket: fresh memory costs more than what is done in it.
+
+    Only the lane's thread takes and gives.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, int, int], list[torch.Tensor]] = {}
+
+    def take(self, cut: _Cut, codec: Codec, view: BucketView) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two buffers of a row for each rank; padding in them holds anything."""
+        row = codec.row_bytes(cut.slice_numel, view.compute_dtype)
+        device = view.values.device
+        free = self._free.setdefault((device, cut.world, row), [])
+        while len(free) < 2:
+            free.append(torch.zeros(cut.world, row, dtype=torch.uint8, device=device))
+        return free.pop(), free.pop()
+
+    def give_back(self, *buffers: torch.Tensor) -> None:
+        """Let the next bucket have them."""
+        for buffer in buffers:
+            self._free[buffer.device, buffer.shape[0], buffer.shape[1]].append(buffer)
 
 
 def _read_all(codec: Codec, wire: torch.Tensor, view: BucketView, cut: _Cut) -> None:
