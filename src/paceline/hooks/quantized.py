@@ -120,6 +120,7 @@ class QuantizedState(LaneState):
         """What this rank has left out before, or zeros: slices x values."""
         if self.error_feedback:
             padded = self.memory.get(view, ERROR, padded_numel=cut.padded_numel)
+            padded[view.numel :].zero_()  # a codec may read padding as something else
         else:
             padded = view.values.new_zeros(cut.padded_numel, dtype=view.compute_dtype)
         return padded.view(cut.world, cut.slice_numel)
