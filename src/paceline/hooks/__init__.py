@@ -13,6 +13,7 @@ from paceline.hooks.averagers import (
     ModelAverager,
     PeriodicModelAverager,
 )
+from paceline.hooks.choose import Choice, HookCost, choose
 from paceline.hooks.compress import (
     bf16_compress_hook,
     bf16_compress_wrapper,
@@ -34,10 +35,12 @@ from paceline.hooks.state import LaneState
 from paceline.hooks.topk import TopKState, topk_hook
 
 __all__ = [
+    "Choice",
     "DDPCommHookType",
     "DiLoCoOptimizer",
     "DiLoCoState",
     "HierarchicalModelAverager",
+    "HookCost",
     "LaneState",
     "ModelAverager",
     "PeriodicModelAverager",
@@ -50,6 +53,7 @@ __all__ = [
     "batched_powerSGD_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
+    "choose",
     "diloco_hook",
     "fp16_compress_hook",
     "fp16_compress_wrapper",

@@ -13,10 +13,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import HookInputError
+from paceline.hooks.counting import CountingGroup
 from paceline.torch_private import TorchGradBucket, default_group
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 """What a hook returns."""
+
+Group = dist.ProcessGroup | CountingGroup
+"""What collectives run on: really, or in a dry run."""
 
 F = TypeVar("F")
 
@@ -101,22 +105,27 @@ def after(future: torch.futures.Future[Any], finish: Callable[[], torch.Tensor])
     return future.then(check_and_finish)
 
 
-def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Any]:
+def start_all_reduce(tensor: torch.Tensor, group: Group) -> torch.futures.Future[Any]:
     """Begin to sum a tensor over all ranks, in place."""
+    if isinstance(group, CountingGroup):
+        return group.count(tensor, 2 * (group.size() - 1) / group.size())
     work = dist.all_reduce(tensor, group=group, async_op=True)
     return _future(work)
 
 
 def start_all_to_all(
-    output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor, source: torch.Tensor, group: Group
 ) -> torch.futures.Future[Any]:
     """Begin to send row r of ``source`` to rank r; row r of ``output`` comes from rank r."""
+    if isinstance(group, CountingGroup):
+        output.copy_(source.view_as(output))
+        return group.count(source, (group.size() - 1) / group.size())
     work = dist.all_to_all_single(output.view(-1), source.view(-1), group=group, async_op=True)
     return _future(work)
 
 
 def start_all_gather(
-    output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup
+    output: torch.Tensor, mine: torch.Tensor, group: Group
 ) -> torch.futures.Future[Any]:
     """Begin to collect one row from every rank into the rows of ``output``.
 

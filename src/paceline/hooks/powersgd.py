@@ -26,7 +26,7 @@ from paceline.hooks.factors import Factors, plan_matrices, plan_square
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, start_all_reduce
 from paceline.hooks.lane import Rounds
 from paceline.hooks.layout import BucketView
-from paceline.hooks.state import LaneState
+from paceline.hooks.state import LaneState, plain_rounds
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class PowerSGDState(LaneState):
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """See the module's docstring."""
         if step < self.start_powerSGD_iter:
-            yield from self._plain_rounds(view)
+            yield from plain_rounds(view, self.group)
             return view.values
         factors, source = self._prepare(view, step)
         batches = factors.cut(source)
@@ -146,11 +146,6 @@ class PowerSGDState(LaneState):
         yield lambda group: start_all_reduce(second, group)
         torch.div(second, self.group.size(), out=factors.q_flat)
         self._finish(view, factors, source)
-        return view.values
-
-    def _plain_rounds(self, view: BucketView) -> Rounds:
-        view.values.div_(self.group.size())
-        yield lambda group: start_all_reduce(view.values, group)
         return view.values
 
     def _prepare(self, view: BucketView, step: int) -> tuple[Factors, torch.Tensor]:

@@ -34,7 +34,7 @@ from paceline.hooks.interface import (
 )
 from paceline.hooks.lane import Rounds
 from paceline.hooks.layout import BucketView
-from paceline.hooks.state import LaneState
+from paceline.hooks.state import LaneState, plain_rounds
 
 WIRES = ("int8", "e4m3", "e5m2", "sign")
 ERROR = "error"
@@ -50,6 +50,8 @@ class QuantizedState(LaneState):
         stochastic: Round up or down by chance so that errors are zero on average. For int8.
         error_feedback: Add to the next step what compression left out of this one. ``sign`` does
             not converge without it.
+        start_step: Steps before this one use a plain all-reduce. ``sign`` needs it: the gradients
+            of the first steps are the hardest to tell in one bit.
         seed: Of the chance; each rank, step and bucket has its own stream.
 
     Raises:
@@ -67,10 +69,12 @@ class QuantizedState(LaneState):
         block: int = 512,
         stochastic: bool = False,
         error_feedback: bool = True,
+        start_step: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__(process_group)
         _check(wire, block, stochastic)
+        self.start_step = start_step
         self.wire = wire
         self.block = block
         self.stochastic = stochastic
@@ -92,6 +96,9 @@ class QuantizedState(LaneState):
 
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """See the module's docstring."""
+        if step < self.start_step:
+            yield from plain_rounds(view, self.group)
+            return view.values
         cut = _Cut.of(view, self.group, self.block)
         codec = self.codec(cut.block)
         noise = self._noise(view, step, cut)

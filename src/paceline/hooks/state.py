@@ -31,6 +31,7 @@ from paceline.hooks.interface import (
     failed_future,
     group_of,
     raising,
+    start_all_reduce,
 )
 from paceline.hooks.lane import Lane, Rounds, lane_of
 from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterBook
@@ -176,6 +177,13 @@ class LaneState(abc.ABC):
 
 
 _NOT_PICKLED = {"process_group", "memory", "_book", "_lane", "_layouts", "_saved_layouts", "_held"}
+
+
+def plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
+    """Reduce a bucket without compression."""
+    view.values.div_(group.size())
+    yield lambda on: start_all_reduce(view.values, on)
+    return view.values
 
 
 class _HeldStep:
