@@ -50,7 +50,7 @@ def with_hook(name: str, **options: Any) -> Callable[[], Setup]:
 
 def deep_gradient_compression() -> Setup:
     model = DDP(digits_net())
-    hooks.register(model, "topk", ratio=0.01, momentum=0.9, warmup_steps=60)
+    hooks.register(model, "topk", ratio=0.01, momentum=0.9, warmup_steps=120)
     return model, sgd(model, momentum=0.0)
 
 

@@ -33,6 +33,7 @@ RESIDUAL, VELOCITY = "residual", "velocity"
 
 _EXACT_BELOW = 1 << 14  # so small that a sample is not worth it
 _SAMPLE = 1 << 14
+_CHUNK = 1 << 16
 _SLACK = 1.25  # how many times k a threshold is aimed at
 
 
@@ -97,11 +98,14 @@ class TopKState(LaneState):
         message = torch.cat([places.to(torch.int32).view(torch.uint8), sent.view(torch.uint8)])
         everybody = message.new_empty(world, message.numel())
         yield lambda group: start_all_gather(everybody, message, group)
-        total = torch.zeros_like(residual)
+        total = view.values if sent.dtype == residual.dtype else torch.empty_like(residual)
+        total.zero_()
         for row in everybody:
             where = row[: 4 * k].clone().view(torch.int32)
-            total.index_add_(0, where, row[4 * k :].clone().view(sent.dtype).to(total.dtype))
-        view.values.copy_(total.div_(world))
+            values = row[4 * k :].clone().view(sent.dtype).to(total.dtype)
+            total.index_add_(0, where, values.div_(world))
+        if total is not view.values:
+            view.values.copy_(total)
         return view.values
 
     def _accumulate(self, view: BucketView) -> torch.Tensor:
@@ -143,19 +147,27 @@ def largest(values: torch.Tensor, k: int) -> torch.Tensor:
     A threshold from a sample leaves few candidates, and the exact selection is made among those:
     ten times faster than a selection among all.
     """
-    magnitudes = values.abs()
-    if not torch.isfinite(magnitudes.sum()):
-        magnitudes.nan_to_num_(nan=math.inf, posinf=math.inf)
-    if magnitudes.numel() > _EXACT_BELOW:
-        candidates = magnitudes.ge(_threshold(magnitudes, k)).nonzero().view(-1)
-        if k <= candidates.numel() <= magnitudes.numel() // 2:
-            return candidates[_exact(magnitudes[candidates], k)]
-    return _exact(magnitudes, k)
+    if not torch.isfinite(values.sum()):
+        return _exact(values.abs().nan_to_num_(nan=math.inf, posinf=math.inf), k)
+    if values.numel() > _EXACT_BELOW:
+        candidates = _at_least(values, _threshold(values, k))
+        if k <= candidates.numel() <= values.numel() // 2:
+            return candidates[_exact(values[candidates].abs(), k)]
+    return _exact(values.abs(), k)
 
 
-def _threshold(magnitudes: torch.Tensor, k: int) -> torch.Tensor:
-    sample = magnitudes[:: max(1, magnitudes.numel() // _SAMPLE)]
-    wanted = _SLACK * k / magnitudes.numel() * sample.numel()
+def _at_least(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Return the places of magnitudes from a threshold on, part by part, in the cache."""
+    places = [
+        part.abs().ge(threshold).nonzero().view(-1).add_(number * _CHUNK)
+        for number, part in enumerate(values.split(_CHUNK))
+    ]
+    return torch.cat(places)
+
+
+def _threshold(values: torch.Tensor, k: int) -> torch.Tensor:
+    sample = values[:: max(1, values.numel() // _SAMPLE)].abs()
+    wanted = _SLACK * k / values.numel() * sample.numel()
     # Room for the sample's own spread.
     count = min(sample.numel(), math.ceil(wanted + 3 * math.sqrt(wanted)))
     return sample.topk(count, sorted=False).values.min()
