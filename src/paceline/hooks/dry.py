@@ -19,7 +19,7 @@ from paceline.hooks.registry import NAMES
 from paceline.hooks.state import LaneState
 
 BUCKET_NUMEL = 25 * 1024 * 1024 // 4
-_SAMPLE_NUMEL = 4 * BUCKET_NUMEL  # more than this is extrapolated
+_SAMPLE_NUMEL = 2 * BUCKET_NUMEL  # more than this is extrapolated
 
 
 class DryBucket:
