@@ -20,7 +20,7 @@ from paceline import hooks
 from paceline.testing import run_ranks
 
 PLAIN = "plain"
-EPOCHS = 25
+EPOCHS = 20
 
 # --- digits ------------------------------------------------------------------------------------
 
@@ -34,8 +34,8 @@ def digits_net() -> nn.Module:
     )
 
 
-def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum, weight_decay=1e-4)
+def sgd(model: nn.Module, lr: float = 0.05, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=1e-4)
 
 
 def with_hook(name: str, **options: Any) -> Callable[[], Setup]:
@@ -51,7 +51,8 @@ def with_hook(name: str, **options: Any) -> Callable[[], Setup]:
 def deep_gradient_compression() -> Setup:
     model = DDP(digits_net())
     hooks.register(model, "topk", ratio=0.01, momentum=0.9, warmup_steps=120)
-    return model, sgd(model, momentum=0.0)
+    # Where a value is sent its momentum is forgotten, so a step goes less far: hence the rate.
+    return model, sgd(model, lr=0.1, momentum=0.0)
 
 
 def by_function(hook: Any, state: Any = None) -> Callable[[], Setup]:
@@ -81,13 +82,10 @@ def post_local_sgd() -> Setup:
 POWER = {"start_powerSGD_iter": 50, "matrix_approximation_rank": 2}
 SETUPS: dict[str, Callable[[], Setup]] = {
     PLAIN: with_hook(PLAIN),
-    "allreduce": with_hook("allreduce"),
     "fp16": with_hook("fp16"),
     "bf16": with_hook("bf16"),
     "int8": with_hook("int8"),
-    "int8, stochastic": with_hook("int8", stochastic=True),
     "e4m3": with_hook("e4m3"),
-    "e5m2": with_hook("e5m2"),
     "sign": with_hook("sign", block=32, start_step=50),
     "powersgd": with_hook("powersgd", **POWER),
     "batched powersgd": with_hook("batched_powersgd", **POWER | {"matrix_approximation_rank": 4}),
@@ -95,9 +93,6 @@ SETUPS: dict[str, Callable[[], Setup]] = {
     "deep gradient compression": deep_gradient_compression,
     "quantise per tensor": by_function(hooks.quantization_pertensor_hook),
     "quantise per channel": by_function(hooks.quantization_perchannel_hook),
-    "int8 in fp16": by_function(
-        hooks.fp16_compress_wrapper(hooks.quantized_hook), hooks.QuantizedState
-    ),
     "diloco": diloco,
     "post-local SGD": post_local_sgd,
 }
@@ -142,9 +137,10 @@ def accuracies(names: list[str], epochs: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def digits_accuracies() -> dict[str, float]:
-    return run_ranks(2, accuracies, list(SETUPS), EPOCHS, timeout_s=100)[0]
+    return run_ranks(2, accuracies, list(SETUPS), EPOCHS, timeout_s=150)[0]
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", [name for name in SETUPS if name != PLAIN])
 def test_digits(name: str, digits_accuracies: dict[str, float]) -> None:
     plain = digits_accuracies[PLAIN]
@@ -217,9 +213,10 @@ def language_losses(steps: int) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def losses() -> dict[str, float]:
-    return run_ranks(2, language_losses, 200, timeout_s=100)[0]
+    return run_ranks(2, language_losses, 200, timeout_s=150)[0]
 
 
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", [name for name in LANGUAGE if name != PLAIN])
 def test_language_model(name: str, losses: dict[str, float]) -> None:
     assert losses[PLAIN] < 0.75 * math.log(128)

@@ -179,15 +179,21 @@ class TestArguments:
         ],
     )
     def test_diloco(self, options: dict[str, Any], text: str) -> None:
-        inner = torch.optim.SGD(net().parameters(), lr=0.1)
-        with pytest.raises(ConfigurationError, match=text):
-            hooks.DiLoCoOptimizer(inner, **options)
+        def on_rank() -> None:
+            inner = torch.optim.SGD(net().parameters(), lr=0.1)
+            with pytest.raises(ConfigurationError, match=text):
+                hooks.DiLoCoOptimizer(inner, **options)
+
+        run_ranks(1, on_rank)
 
     def test_diloco_state_of_another_optimizer(self) -> None:
-        inner = torch.optim.SGD(net().parameters(), lr=0.1)
-        optimizer = hooks.DiLoCoOptimizer(inner, period=2)
-        with pytest.raises(ConfigurationError, match="no 'diloco' in what was saved"):
-            optimizer.load_state_dict(inner.state_dict())
+        def on_rank() -> None:
+            inner = torch.optim.SGD(net().parameters(), lr=0.1)
+            optimizer = hooks.DiLoCoOptimizer(inner, period=2)
+            with pytest.raises(ConfigurationError, match="no 'diloco' in what was saved"):
+                optimizer.load_state_dict(inner.state_dict())
+
+        run_ranks(1, on_rank)
 
     def test_averagers(self) -> None:
         def on_rank() -> None:
