@@ -117,12 +117,6 @@ class QuantizedState(LaneState):
         self._scratch.give_back(sent, received)
         return view.values
 
-    def wire_bytes(self, numel: int, world: int) -> int:
-        """How many bytes a rank sends for a bucket of float32."""
-        cut = _Cut.cut(numel, world, 0, self.block)
-        row = self.codec(cut.block).row_bytes(cut.slice_numel, torch.float32)
-        return 2 * (world - 1) * row
-
     def _own_values(self, view: BucketView, cut: _Cut) -> torch.Tensor:
         """What this rank has left out before, or zeros: slices x values."""
         if self.error_feedback:
