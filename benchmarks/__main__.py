@@ -10,6 +10,8 @@ BENCHMARKS = {
     "ddp_step": "step time beside torch's DDP, interleaved (the default)",
     "collectives": "all_reduce beside gloo, and with --mpi beside Open MPI",
     "memory": "peak memory above the weights, in gradient sets",
+    "hooks_link": "step time with communication hooks over links of 1 Gbit/s and 100 Mbit/s",
+    "powersgd_compress": "PowerSGD's compression beside torch's",
     "hot_path": "microseconds per gradient, with a profile",
     "data_parallel": "2 CPU replicas beside the plain module",
 }
@@ -19,7 +21,7 @@ def main(words: Sequence[str]) -> int:
     """Hand over to the benchmark that the first word names."""
     if words and words[0] in ("-h", "--help"):
         print("usage: python -m benchmarks [NAME] [options of NAME, see NAME --help]\n")
-        print("\n".join(f"  {name:12} {summary}" for name, summary in BENCHMARKS.items()))
+        print("\n".join(f"  {name:18} {summary}" for name, summary in BENCHMARKS.items()))
         return 0
     name, rest = "ddp_step", list(words)
     if rest and not rest[0].startswith("-"):

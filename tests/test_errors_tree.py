@@ -15,6 +15,7 @@ from paceline import errors
 TREE = {
     "ConfigurationError": ("PacelineError", "ValueError"),
     "UntrainableModuleError": ("ConfigurationError", "RuntimeError"),
+    "UnknownHookError": ("ConfigurationError", "AttributeError"),
     "MeshError": ("ConfigurationError", "RuntimeError"),
     "SharedMemoryError": ("ConfigurationError", "RuntimeError"),
     "TensorsError": ("ConfigurationError", "RuntimeError"),
@@ -31,6 +32,8 @@ TREE = {
     "NonFiniteGradientError": ("StepError", "ArithmeticError"),
     "GradientMismatchError": ("StepError", "RuntimeError"),
     "HookResultError": ("StepError", "TypeError"),
+    "HookInputError": ("StepError", "TypeError"),
+    "LaneBrokenError": ("StepError", "RuntimeError"),
     "AutogradGradError": ("StepError", "RuntimeError"),
     "PeerFailedError": ("StepError", "RuntimeError"),
     "DesynchronizedError": ("StepError", "RuntimeError"),

@@ -14,7 +14,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 DEADLINE_S = 100
 
 # What the last line must look like; the number in it must be below the limit.
-EXPECTED = {"train_mlp.py": (r"epoch +\d+ +loss (\d\.\d+)", 0.02)}
+EXPECTED = {
+    "own_hook.py": (r"error of the slope (\d\.\d+)", 0.2),
+    "train_mlp.py": (r"epoch +\d+ +loss (\d\.\d+)", 0.02),
+}
 
 
 def run(*words: str) -> str:
@@ -35,6 +38,13 @@ def check(name: str, output: str) -> None:
 
 def test_every_example_is_here() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+def test_the_hook_in_the_docs_is_the_one_that_runs() -> None:
+    text = (EXAMPLES / "own_hook.py").read_text()
+    hook = text.partition("# docs: begin\n")[2].partition("\n\n\n# docs: end")[0]
+    assert 5 < len(hook.splitlines()) <= 10
+    assert hook in (EXAMPLES.parent / "docs" / "hooks.md").read_text()
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -3,6 +3,7 @@
 PacelineError
 ├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
 │   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+│   ├── UnknownHookError (AttributeError)    there is no communication hook of that name
 │   ├── MeshError (RuntimeError)             a device mesh that does not fit
 │   ├── SharedMemoryError (RuntimeError)     transport="shm" was asked for and cannot be had
 │   ├── TensorsError (RuntimeError)          tensors that do not fit the collective they are for
@@ -19,6 +20,8 @@ PacelineError
 │   ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise"
 │   ├── GradientMismatchError                a gradient's dtype or layout is not the bucket's
 │   ├── HookResultError (TypeError)          a communication hook failed
+│   ├── HookInputError (TypeError)           a hook cannot work on gradients of this kind
+│   ├── LaneBrokenError                      an earlier bucket of this hook failed
 │   ├── AutogradGradError                    torch.autograd.grad took gradients away
 │   ├── PeerFailedError                      another rank's backward raised before it was done
 │   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
@@ -80,6 +83,10 @@ class ConfigurationError(PacelineError, ValueError):
 
 class UntrainableModuleError(ConfigurationError, RuntimeError):
     """The module has nothing to train, or parameters that have no shape yet."""
+
+
+class UnknownHookError(ConfigurationError, AttributeError):
+    """There is no communication hook of that name or type."""
 
 
 class MeshError(ConfigurationError, RuntimeError):
@@ -144,6 +151,14 @@ class GradientMismatchError(StepError):
 
 class HookResultError(StepError, TypeError):
     """A communication hook raised, or returned something that is not its bucket's tensor."""
+
+
+class HookInputError(StepError, TypeError):
+    """A communication hook was given gradients that it cannot work on."""
+
+
+class LaneBrokenError(StepError):
+    """An earlier bucket of this hook failed, and ranks are in different collectives since."""
 
 
 class AutogradGradError(StepError):

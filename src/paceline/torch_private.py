@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -42,6 +43,7 @@ __all__ = [
     "default_group",
     "device_index",
     "gloo_group",
+    "group_timeout",
     "group_timeout_s",
     "is_inside_backward",
     "is_outside_group",
@@ -221,6 +223,17 @@ def optimizer_hook_handles(parameter: torch.Tensor) -> list[Any]:
     if module is None:
         return []
     return list(module.param_to_optim_hook_handle_map.get(parameter, []))
+
+
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long a group's collectives may take; None if its backend does not say."""
+    devices = group._device_types
+    try:
+        options = group._get_backend(devices[0]).options
+    except (IndexError, RuntimeError, AttributeError):
+        return None
+    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def default_group() -> dist.ProcessGroup:

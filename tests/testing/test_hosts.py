@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.testing import RanksFailedError
-from paceline.testing.hosts import Hosts, hosts_unavailable_reason, run_on_hosts, test_hosts
+from paceline.testing.hosts import (
+    Hosts,
+    hosts_unavailable_reason,
+    run_on_hosts,
+    shape_link,
+    test_hosts,
+)
 from paceline.testing.namespaces import sent_bytes
 
 REASON = hosts_unavailable_reason()
@@ -114,12 +120,26 @@ class TestHosts:
 
     def test_a_shaped_link_is_as_slow_as_it_says(self) -> None:
         with test_hosts(2) as hosts:
-            free_s = max(run_on_hosts(hosts, 1, timed_sum, MEGABYTE))
-        with test_hosts(2, rate="100mbit") as hosts:
-            shaped_s = max(run_on_hosts(hosts, 1, timed_sum, MEGABYTE))
+            free_s = max(run_on_hosts(hosts, 1, timed_sum, MEGABYTE // 2))
+        with test_hosts(2, rate="20mbit") as hosts:
+            shaped_s = max(run_on_hosts(hosts, 1, timed_sum, MEGABYTE // 2))
         assert shaped_s > 5 * free_s
-        # 4 MB in each direction at 100 Mbit/s take 0.32 s.
-        assert shaped_s > 0.29
+        # 2 MB in each direction at 20 Mbit/s take 0.8 s; what fits the burst is free.
+        assert 0.6 < shaped_s < 2.4
+
+    def test_a_rank_can_change_the_speed_of_its_link(self) -> None:
+        def both() -> list[float]:
+            times_s = [timed_sum(MEGABYTE)]
+            for rate in ("200mbit", "100mbit"):
+                shape_link(rate)
+                dist.barrier()
+                times_s.append(timed_sum(MEGABYTE))
+            return times_s
+
+        with test_hosts(2) as hosts:
+            for _, fast_s, slow_s in run_on_hosts(hosts, 1, both):
+                assert fast_s > 0.29 / 2
+                assert slow_s > 0.29
 
 
 @needs_hosts

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "bench": "measure communication hooks on this machine: bench hooks",
     "demo": "train a small network on handwritten digits, on several ranks of this machine",
 }
 
 EXAMPLE = """\
 example:
   paceline demo --ranks 2                train with Paceline, see accuracy and step time
+  paceline bench hooks --plot hooks.png  which hook wins at which speed of the link
   paceline demo --ranks 2 --plain-torch  the same with torch's own DistributedDataParallel
 """
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.testing.namespaces import Namespace, enter, sent_bytes
+from paceline.testing.namespaces import Namespace, enter, run_here, sent_bytes
 from paceline.testing.payload import pack_call, unpack_call
 from paceline.testing.ranks import run_ranks
 
@@ -79,8 +79,8 @@ def test_hosts(n: int = 2, *, rate: str | None = None) -> Iterator[Hosts]:  # no
     """
     if type(n) is not int or not 1 <= n <= _MAX_HOSTS:
         raise ConfigurationError(f"test_hosts needs 1 to {_MAX_HOSTS} hosts, as an int, not {n!r}")
-    if rate is not None and not _RATE.fullmatch(rate):
-        raise ConfigurationError(f'rate is written as "1gbit" or "100mbit", not {rate!r}')
+    if rate is not None:
+        _check_rate(rate)
     with contextlib.ExitStack() as stack:
         spaces = []
         for _ in range(n + 1):
@@ -139,6 +139,17 @@ def run_on_hosts(
     )
 
 
+def shape_link(rate: str) -> None:
+    """Limit what this host sends from now on. Called in a rank; once on every host is enough.
+
+    Raises:
+        ConfigurationError: The rate is not understood.
+        OSError: tc refuses.
+    """
+    _check_rate(rate)
+    run_here("tc", "qdisc", "replace", "dev", LINK, "root", "tbf", "rate", rate, *_QUEUE)
+
+
 @functools.cache
 def hosts_unavailable_reason() -> str | None:
     """Say why :func:`test_hosts` cannot work here, or None if it can."""
@@ -154,6 +165,11 @@ def hosts_unavailable_reason() -> str | None:
             return None
     except OSError as error:
         return f"test hosts need root that may make network namespaces, veth and tbf: {error}"
+
+
+def _check_rate(rate: str) -> None:
+    if not _RATE.fullmatch(rate):
+        raise ConfigurationError(f'rate is written as "1gbit" or "100mbit", not {rate!r}')
 
 
 def _connect(switch: Namespace, host: Namespace, number: int, rate: str | None) -> None:

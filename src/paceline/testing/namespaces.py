@@ -47,7 +47,7 @@ class Namespace:
         Raises:
             OSError: If it fails, with what it said.
         """
-        self.call(lambda: _run(command))
+        self.call(lambda: run_here(*command))
 
     def call(self, fn: Callable[[], T]) -> T:
         """Call a function on a thread that is inside, and return what it returns."""
@@ -104,7 +104,12 @@ def _check(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def _run(command: tuple[str, ...]) -> None:
+def run_here(*command: str) -> None:
+    """Run a program in the calling thread's namespace.
+
+    Raises:
+        OSError: If it fails, with what it said.
+    """
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip()

@@ -1,0 +1,108 @@
+"""A dry run: hooks on buckets of a model's size, with a group that sends nothing and counts.
+
+Used by :func:`paceline.hooks.choose`. Compression and decompression really run; what a collective
+would send is counted, as the usual algorithms send it. Needs no process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.hooks.counting import CountingGroup
+from paceline.hooks.interface import TensorFuture
+from paceline.hooks.layout import BucketView, ParameterBook
+from paceline.hooks.registry import NAMES
+from paceline.hooks.state import LaneState
+
+BUCKET_NUMEL = 25 * 1024 * 1024 // 4
+_SAMPLE_NUMEL = 2 * BUCKET_NUMEL  # more than this is extrapolated
+
+
+class DryBucket:
+    """A bucket of parameters, with random gradients."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], index: int) -> None:
+        self._parameters = list(parameters)
+        self._index = index
+        numel = sum(p.numel() for p in parameters)
+        self._buffer = torch.randn(numel, generator=torch.Generator().manual_seed(index))
+
+    def index(self) -> int:
+        """Its place."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Not needed by any hook of ours."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Whose gradients."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Every bucket ends a step of its own."""
+        return True
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Exchange the gradients."""
+        self._buffer = buffer
+
+
+def measure(
+    parameters: Sequence[torch.Tensor], name: str, options: dict[str, Any], world: int
+) -> tuple[int, float]:
+    """Return the bytes that a rank would send for one step, and the seconds it would compute.
+
+    The second of two rounds counts: in the first, memory is allocated.
+    """
+    group = CountingGroup(world)
+    state = NAMES[name].make_state(group, **options)
+    buckets = list(_buckets(parameters))
+    measured = sum(bucket.buffer().numel() for bucket in buckets)
+    scale = sum(p.numel() for p in parameters) / max(1, measured)
+    for _ in range(2):
+        group.sent_bytes = 0
+        start_s = time.perf_counter()
+        for bucket in buckets:
+            _run(name, state, bucket)
+        seconds = time.perf_counter() - start_s
+    return int(group.sent_bytes * scale), seconds * scale
+
+
+def _run(name: str, state: Any, bucket: DryBucket) -> None:
+    if isinstance(state, LaneState):
+        view = BucketView.of(bucket, _book(state))
+        for start in state.rounds(view, 1_000_000):
+            start(state.group)
+        return
+    future: TensorFuture = NAMES[name].hook(state, bucket)
+    future.wait()
+
+
+def _book(state: Any) -> ParameterBook:
+    book: ParameterBook = state._book
+    return book
+
+
+def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[DryBucket]:
+    """Cut parameters into buckets of some 25 MB, up to the size of a sample."""
+    batch: list[torch.Tensor] = []
+    total = index = 0
+    for parameter in parameters:
+        batch.append(parameter)
+        total += parameter.numel()
+        if sum(p.numel() for p in batch) >= BUCKET_NUMEL:
+            yield DryBucket(batch, index)
+            batch, index = [], index + 1
+            if total >= _SAMPLE_NUMEL:
+                return
+    if batch:
+        yield DryBucket(batch, index)

@@ -1,0 +1,187 @@
+"""A lane: runs the rounds of a hook, bucket by bucket, beside the backward pass.
+
+Used by every hook that needs more than one collective for a bucket, or that computes much. Knows
+jobs, rounds and groups; must not know what the rounds compute.
+
+[Note: order of rounds]
+A c10d group matches collectives by the order in which each rank starts them. A hook that starts its
+second collective when its first is done starts it whenever that happens to be, which with several
+buckets in flight is not the same order on every rank: on gloo, numbers of one bucket then land in
+another. A lane has a group of its own for each round. On the group of round i, buckets come in the
+order in which hooks were called, always; between groups there is no order to keep. So a lane may
+start whatever is ready, and the link is busy while the next bucket is being compressed.
+
+All hooks on one process group share its lane: to make groups takes time, and wrappers run their
+hooks in the same order on every rank anyway.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import LaneBrokenError
+from paceline.hooks.interface import TensorFuture, failed_future, raising
+from paceline.torch_private import group_timeout
+
+Start = Callable[[dist.ProcessGroup], "torch.futures.Future[Any]"]
+"""Begins one collective on the group it is given."""
+
+Rounds = Generator[Start, None, torch.Tensor]
+"""A job: yields what begins its next collective, goes on when that is done, returns the result."""
+
+_WAKE = object()
+
+
+_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
+
+
+def lane_of(parent: dist.ProcessGroup, rounds: int) -> Lane:
+    """Return the lane of a group, with groups for so many rounds. Ranks ask in the same order.
+
+    Collective when a lane or a group has to be made.
+    """
+    lane = _lanes.get(parent)
+    if lane is None or lane.is_broken():
+        lane = _lanes[parent] = Lane()
+    lane.reserve(parent, rounds)
+    return lane
+
+
+class Lane:
+    """One thread, one group per round."""
+
+    def __init__(self) -> None:
+        self._groups: list[dist.ProcessGroup] = []
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._worker = worker = _Worker(self._events, self._groups)
+        # A daemon: it does nothing between steps, and must not keep a program alive.
+        thread = threading.Thread(target=worker.serve, name="paceline-lane", daemon=True)
+        thread.start()
+        weakref.finalize(self, self._events.put, None)
+
+    def reserve(self, parent: dist.ProcessGroup, rounds: int) -> None:
+        """Make groups until there are enough. Collective if some are missing."""
+        while len(self._groups) < rounds:
+            self._groups.append(_group_like(parent))
+
+    def is_broken(self) -> bool:
+        """Whether a job has failed, so that nothing can be submitted any more."""
+        return self._worker.broken is not None
+
+    def submit(self, what: str, rounds: Rounds) -> TensorFuture:
+        """Take a job. Ranks submit the same jobs in the same order.
+
+        Args:
+            what: For errors, for example ``"int8 of bucket 2"``.
+            rounds: The job.
+        """
+        job = _Job(what, rounds)
+        self._events.put(job)
+        return raising(job.future)
+
+
+class _Job:
+    """One bucket on its way through the rounds."""
+
+    def __init__(self, what: str, rounds: Rounds) -> None:
+        self.what = what
+        self.future: TensorFuture = torch.futures.Future()
+        self.issued = 0  # collectives that have been started
+        self.is_over = False
+        self._rounds = rounds
+        self._waiting: torch.futures.Future[Any] | None = None
+
+    def is_ready(self) -> bool:
+        """Whether there is something to do now."""
+        return not self.is_over and (self._waiting is None or bool(self._waiting.done()))
+
+    def go_on(self, groups: list[dist.ProcessGroup]) -> torch.futures.Future[Any] | None:
+        """Compute up to the next collective and begin it, or end. Raises what the job raises."""
+        if self._waiting is not None:
+            self._waiting.wait()
+        try:
+            start = next(self._rounds)
+        except StopIteration as stop:
+            self.is_over = True
+            self.future.set_result(stop.value)
+            return None
+        self._waiting = start(groups[self.issued])
+        self.issued += 1
+        return self._waiting
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self.is_over = True
+        self._rounds.close()
+        failed_future(self.future, error)
+
+
+class _Worker:
+    """What the thread of a lane does. It must not refer to the lane: the lane's end is its end."""
+
+    def __init__(self, events: queue.SimpleQueue[Any], groups: list[dist.ProcessGroup]) -> None:
+        self._events = events
+        self._groups = groups
+        self._active: list[_Job] = []
+        self.broken: LaneBrokenError | None = None
+
+    def serve(self) -> None:
+        with torch.no_grad():
+            while (event := self._events.get()) is not None:
+                if isinstance(event, _Job):
+                    self._active.append(event)
+                self._advance()
+
+    def _advance(self) -> None:
+        """Let every job go as far as it can without overtaking. See [Note: order of rounds]."""
+        before: _Job | None = None
+        for job in self._active:
+            while job.is_ready() and (before is None or _is_ahead(before, job)):
+                self._go_on(job)
+            before = job
+        self._active = [job for job in self._active if not job.is_over]
+
+    def _go_on(self, job: _Job) -> None:
+        if self.broken is not None:
+            job.fail(self.broken)
+            return
+        try:
+            waiting = job.go_on(self._groups)
+        except Exception as error:
+            # Peers may have started what this rank did not: from here on, the order is lost.
+            self.broken = LaneBrokenError(
+                f"an earlier bucket failed ({job.what}: {type(error).__name__}: {error}), so this "
+                "rank and its peers are no longer in the same collective. Register a hook with a "
+                "new state on every rank, or start again from the latest checkpoint.",
+                operation=job.what,
+            )
+            job.fail(error)
+            return
+        if waiting is not None:
+            events = self._events
+            waiting.add_done_callback(lambda _: events.put(_WAKE))
+
+
+def _is_ahead(before: _Job, job: _Job) -> bool:
+    return before.is_over or before.issued > job.issued
+
+
+def _group_like(parent: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a further group of the same ranks, backend and time-out. Collective."""
+    ranks = dist.get_process_group_ranks(parent)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks,
+        timeout=group_timeout(parent),
+        backend=dist.get_backend(parent),
+        # In a subgroup the other ranks of the world do not take part.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+        group_desc="paceline hook",
+    )
+    return group

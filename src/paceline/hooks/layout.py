@@ -1,0 +1,184 @@
+"""Which parameter lies where in a bucket, and values that stay with their parameter.
+
+Used by hooks that remember something for every gradient, such as what compression has left out.
+Both wrappers cut their buckets anew after the first step, and a resumed run starts with the buckets
+of a first step: what is remembered is kept flat per bucket, because that is fast, and moves with
+the parameters when buckets change. Must not know groups or what the values mean.
+
+A parameter's number is its place in the order in which buckets showed it first. Buckets of a first
+step follow the model's own order, so the numbers are the same in a run and in its resumption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigurationError
+from paceline.hooks.interface import HookBucket
+
+Numbers = tuple[int, ...]
+
+
+class ParameterBook:
+    """Numbers parameters in the order in which they are seen."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._seen: list[torch.Tensor] = []  # an id is unique only as long as its object lives
+
+    def numbers(self, parameters: Sequence[torch.Tensor]) -> Numbers:
+        """Return the numbers of these parameters; new ones get the next."""
+        for parameter in parameters:
+            if id(parameter) not in self._numbers:
+                self._numbers[id(parameter)] = len(self._seen)
+                self._seen.append(parameter)
+        return tuple(self._numbers[id(parameter)] for parameter in parameters)
+
+
+@dataclass(frozen=True)
+class BucketView:
+    """One bucket of one step, as stateful hooks work on it.
+
+    Attributes:
+        index: The bucket's place in the step.
+        values: The gradients, flat and real, in the wrapper's memory: the result goes there too.
+        numbers: The parameters' numbers.
+        shapes: Of each parameter, (rows, columns) in ``values``; vectors have one column.
+        is_last: Whether no further bucket follows in this step.
+    """
+
+    index: int
+    values: torch.Tensor
+    numbers: Numbers
+    shapes: tuple[tuple[int, int], ...]
+    is_last: bool
+
+    @classmethod
+    def of(cls, bucket: HookBucket, book: ParameterBook) -> BucketView:
+        """Look at a bucket."""
+        buffer = bucket.buffer()
+        parameters = bucket.parameters()
+        factor = 2 if buffer.is_complex() else 1
+        values = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer.view(-1)
+        shapes = tuple(_matrix_shape(parameter, factor) for parameter in parameters)
+        return cls(bucket.index(), values, book.numbers(parameters), shapes, bucket.is_last())
+
+    @property
+    def numel(self) -> int:
+        """How many real numbers the bucket holds."""
+        return sum(self.sizes)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In what hooks calculate: float32, or float64 for float64 gradients."""
+        return torch.float64 if self.values.dtype == torch.float64 else torch.float32
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many values each parameter has."""
+        return [rows * columns for rows, columns in self.shapes]
+
+    def pieces(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cut something that is as long as the bucket into the parameters' parts."""
+        ends = accumulate(self.sizes)
+        return [flat[end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
+
+
+def _matrix_shape(parameter: torch.Tensor, factor: int) -> tuple[int, int]:
+    numel = parameter.numel() * factor
+    rows = parameter.shape[0] if parameter.dim() > 0 else 1
+    return (rows, numel // rows) if rows else (0, 0)
+
+
+class Memory:
+    """Named values for every element of every bucket, zero at first."""
+
+    def __init__(self) -> None:
+        self._shelves: dict[int, _Shelf] = {}
+        self._pool: dict[tuple[str, int], torch.Tensor] = {}
+        self.before_move: Callable[[], None] = lambda: None
+        """Called before buckets change, while everything is still where it was."""
+
+    def get(self, view: BucketView, name: str, *, padded_numel: int = 0) -> torch.Tensor:
+        """Return the values of a bucket, to be changed in place.
+
+        Args:
+            view: The bucket.
+            name: Which values.
+            padded_numel: How long to make it; what is beyond the bucket is for the caller.
+        """
+        shelf = self._shelf(view)
+        if name not in shelf.values:
+            numel = max(view.numel, padded_numel)
+            flat = view.values.new_zeros(numel, dtype=view.compute_dtype)
+            for number, piece in zip(view.numbers, view.pieces(flat), strict=True):
+                kept = self._pool.pop((name, number), None)
+                if kept is not None:
+                    piece.copy_(_checked(kept, piece, number))
+            shelf.values[name] = flat
+        return shelf.values[name]
+
+    def flats(self, name: str) -> dict[int, torch.Tensor]:
+        """The values of every bucket that has some, by index."""
+        found = {i: (s.view, s.values[name]) for i, s in self._shelves.items() if name in s.values}
+        return {index: flat[: view.numel] for index, (view, flat) in found.items()}
+
+    def state_dict(self) -> dict[str, dict[int, torch.Tensor]]:
+        """All values, by name and parameter number, copied."""
+        saved: dict[str, dict[int, torch.Tensor]] = {}
+        for (name, number), piece in self._pieces().items():
+            saved.setdefault(name, {})[number] = piece.detach().clone()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, dict[int, torch.Tensor]]) -> None:
+        """Forget everything and take what was saved."""
+        self._shelves = {}
+        self._pool = {
+            (name, int(number)): piece.clone()
+            for name, pieces in saved.items()
+            for number, piece in pieces.items()
+        }
+
+    def _shelf(self, view: BucketView) -> _Shelf:
+        shelf = self._shelves.get(view.index)
+        if shelf is not None and shelf.view.numbers != view.numbers:
+            self.before_move()
+            self._pool = {key: piece.clone() for key, piece in self._pieces().items()}
+            self._shelves = {}
+            shelf = None
+        if shelf is None:
+            # The view's own values belong to the wrapper, and are not kept.
+            bare = BucketView(view.index, view.values[:0], view.numbers, view.shapes, view.is_last)
+            shelf = self._shelves[view.index] = _Shelf(bare, {})
+        return shelf
+
+    def _pieces(self) -> dict[tuple[str, int], torch.Tensor]:
+        pieces = dict(self._pool)
+        for shelf in self._shelves.values():
+            for name, flat in shelf.values.items():
+                cut = shelf.view.pieces(flat)
+                pieces |= {(name, n): p for n, p in zip(shelf.view.numbers, cut, strict=True)}
+        return pieces
+
+
+@dataclass
+class _Shelf:
+    """What is remembered for one bucket."""
+
+    view: BucketView
+    values: dict[str, torch.Tensor]
+
+
+def _checked(kept: torch.Tensor, place: torch.Tensor, number: int) -> Any:
+    if kept.numel() != place.numel():
+        raise ConfigurationError(
+            f"The hook's state holds {kept.numel()} values for parameter number {number}, which "
+            f"has {place.numel()} here: it was saved with another model. Load the state that "
+            "belongs to this model, or begin with a new one."
+        )
+    return kept

@@ -1,0 +1,123 @@
+"""Hooks by name: torch's enum, and one function that registers any of ours.
+
+Called by users. Knows every hook; nothing in this package knows it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from paceline.errors import UnknownHookError
+from paceline.hooks.compress import bf16_compress_hook, fp16_compress_hook
+from paceline.hooks.diloco import DiLoCoState, diloco_hook
+from paceline.hooks.plain import allreduce_hook, noop_hook
+from paceline.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from paceline.hooks.quantize import quantization_perchannel_hook, quantization_pertensor_hook
+from paceline.hooks.quantized import QuantizedState, quantized_hook
+from paceline.hooks.topk import TopKState, topk_hook
+
+
+class Wrapper(Protocol):
+    """What a hook can be registered with: torch's DDP and ours."""
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Registers one hook; what a member of :class:`DDPCommHookType` holds."""
+
+    hook: Callable[..., Any]
+    make_state: Callable[..., Any] = field(default=lambda process_group: process_group)
+
+    def __call__(self, *, model: Wrapper, state: Any = None, **options: Any) -> Any:
+        """Register the hook, with ``state`` as its process group, and return the hook's state."""
+        made = self.make_state(state, **options)
+        model.register_comm_hook(made, self.hook)
+        return made
+
+
+def _power_sgd(rank: int) -> Callable[..., Any]:
+    return lambda group, **options: PowerSGDState(group, matrix_approximation_rank=rank, **options)
+
+
+def _quantized(wire: str) -> Callable[..., Any]:
+    return lambda group, **options: QuantizedState(group, wire=wire, **options)
+
+
+class DDPCommHookType(enum.Enum):
+    """torch's names for its hooks; ``DDPCommHookType.POWER_SGD.value(model=ddp, state=group)``."""
+
+    ALLREDUCE = Registration(allreduce_hook)
+    FP16_COMPRESS = Registration(fp16_compress_hook)
+    BF16_COMPRESS = Registration(bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = Registration(quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = Registration(quantization_perchannel_hook)
+    POWER_SGD = Registration(powerSGD_hook, _power_sgd(1))
+    POWER_SGD_RANK2 = Registration(powerSGD_hook, _power_sgd(2))
+    BATCHED_POWER_SGD = Registration(batched_powerSGD_hook, _power_sgd(1))
+    BATCHED_POWER_SGD_RANK2 = Registration(batched_powerSGD_hook, _power_sgd(2))
+    NOOP = Registration(noop_hook)
+
+
+NAMES: dict[str, Registration] = {
+    "allreduce": Registration(allreduce_hook),
+    "fp16": Registration(fp16_compress_hook),
+    "bf16": Registration(bf16_compress_hook),
+    "int8": Registration(quantized_hook, _quantized("int8")),
+    "e4m3": Registration(quantized_hook, _quantized("e4m3")),
+    "e5m2": Registration(quantized_hook, _quantized("e5m2")),
+    "sign": Registration(quantized_hook, _quantized("sign")),
+    "powersgd": Registration(powerSGD_hook, PowerSGDState),
+    "batched_powersgd": Registration(batched_powerSGD_hook, PowerSGDState),
+    "topk": Registration(topk_hook, TopKState),
+    "diloco": Registration(diloco_hook, DiLoCoState),
+    "noop": Registration(noop_hook),
+}
+"""What :func:`register` knows."""
+
+
+def register_ddp_comm_hook(comm_hook_type: enum.Enum, model: Wrapper, state: Any = None) -> None:
+    """Register one of torch's hooks by its type.
+
+    Args:
+        comm_hook_type: A member of :class:`DDPCommHookType`, ours or torch's.
+        model: The wrapper.
+        state: The process group; None is the default group.
+
+    Raises:
+        UnknownHookError: It is no member.
+    """
+    name = str(getattr(comm_hook_type, "name", ""))
+    if name not in DDPCommHookType.__members__:
+        raise UnknownHookError(
+            f"register_ddp_comm_hook takes a member of DDPCommHookType, not {comm_hook_type!r}. "
+            f"Members: {', '.join(DDPCommHookType.__members__)}. For Paceline's own hooks use "
+            "hooks.register(model, name)."
+        )
+    DDPCommHookType[name].value(model=model, state=state)
+
+
+def register(model: Wrapper, name: str, process_group: Any = None, **options: Any) -> Any:
+    """Register a hook by its short name and return its state.
+
+    >>> state = register(ddp, "int8", stochastic=True)  # doctest: +SKIP
+
+    Args:
+        model: The wrapper.
+        name: A key of :data:`NAMES`.
+        process_group: What to reduce over; None is the default group.
+        options: Of the hook's state.
+
+    Raises:
+        UnknownHookError: There is no hook of that name.
+    """
+    if name not in NAMES:
+        raise UnknownHookError(
+            f"There is no hook {name!r}. Write one of: {', '.join(map(repr, NAMES))}; or pass your "
+            "own function to model.register_comm_hook(state, hook)."
+        )
+    return NAMES[name](model=model, state=process_group, **options)

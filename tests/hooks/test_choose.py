@@ -1,0 +1,83 @@
+"""``choose``: what it recommends follows from what it measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import DistributedDataParallel as DDP
+from paceline import hooks
+from paceline.errors import ConfigurationError
+from paceline.hooks.choose import parse_link
+from paceline.testing import run_ranks
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
+
+
+def test_slow_links_want_few_bytes_and_fast_links_little_work() -> None:
+    assert hooks.choose(net(), "1mbit").name == "int8"
+    assert hooks.choose(net(), "1mbit", lossy=True).name == "powersgd"
+    assert hooks.choose(net(), 1e15).name == "allreduce"
+
+
+def test_bytes_are_those_of_the_wire() -> None:
+    """The same ratios as on a link (test_bytes.py), at any number of ranks."""
+    for world in (2, 4, 8):
+        choice = hooks.choose(net(), "1gbit", world=world, lossy=True)
+        sent = {cost.name: cost.sent_bytes for cost in choice.costs}
+        numel = 2 * 700 * 701
+        assert sent["allreduce"] == pytest.approx(4 * numel * 2 * (world - 1) / world, rel=0.001)
+        assert sent["bf16"] / sent["allreduce"] == pytest.approx(0.5, rel=0.001)
+        assert sent["int8"] / sent["allreduce"] < 0.27
+
+
+def test_the_choice_is_the_fastest_of_its_table() -> None:
+    choice = hooks.choose(net(), "100mbit", lossy=True)
+    seconds = {cost.name: cost.seconds(1e8) for cost in choice.costs}
+    assert seconds[choice.name] == min(seconds.values())
+    assert f"-> {choice.name}" in str(choice)
+    assert all(cost.compute_s > 0 for cost in choice.costs)
+
+
+def test_it_can_be_put_to_use() -> None:
+    def on_rank() -> str:
+        torch.manual_seed(0)
+        model = DDP(net())
+        choice = hooks.choose(model, "1mbit")
+        state = choice.register(model)
+        assert isinstance(state, hooks.QuantizedState)
+        model(torch.randn(2, 700)).sum().backward()
+        assert dist.get_world_size() == 3
+        return choice.name
+
+    assert run_ranks(3, on_rank) == ["int8"] * 3
+
+
+def test_large_models_are_measured_by_a_sample() -> None:
+    """Twice the parameters cost twice as much, without twice the measuring."""
+    with torch.device("meta"):
+        large = nn.Sequential(*[nn.Linear(5000, 5000) for _ in range(12)])
+    cost = hooks.choose(large, "1gbit").costs[0]
+    assert cost.sent_bytes == pytest.approx(4 * 12 * 5000 * 5001, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("100mbit", 1e8), ("1gbit", 1e9), ("2.5gbit", 2.5e9), (5e7, 5e7)]
+)
+def test_links(text: str | float, bits: float) -> None:
+    assert parse_link(text) == bits
+
+
+@pytest.mark.parametrize("link", ["fast", "1gb", "", 0, -1.0, float("nan")])
+def test_bad_links(link: str | float) -> None:
+    with pytest.raises(ConfigurationError, match="100mbit"):
+        hooks.choose(net(), link)
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(ConfigurationError, match="no parameter that requires a gradient"):
+        hooks.choose(nn.ReLU())
