@@ -398,3 +398,12 @@ def test_scalar_losses_become_a_vector_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="scalars"):
         found = paceline.DataParallel(Loss(), CPUS)(torch.ones(4))
     assert found.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "xpu", "cuda:99"])
+def test_a_device_that_is_not_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.dp.devices.all_accelerators", list)
+    with pytest.raises(paceline.PlacementError) as error:
+        paceline.DataParallel(nn.Linear(2, 2), device_ids=["cpu", device])
+    assert f"no device {device} here" in str(error.value)
+    assert 'device_ids=["cpu", "cpu"]' in str(error.value)

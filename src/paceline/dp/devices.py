@@ -40,17 +40,33 @@ def parse_device(device: DeviceLike) -> torch.device:
     """Return the one device that is meant; all ways to write the CPU are the same device.
 
     Raises:
-        PlacementError: If a number is given and there is no accelerator.
+        PlacementError: If a number is given and there is no accelerator, or if a device is named
+            that this machine does not have.
     """
     if isinstance(device, int):
         return _numbered(device)
     parsed = torch.device(device)
     if parsed.type == "cpu":
         return CPU
+    _check_exists(parsed)
     index: int | None = parsed.index
     if index is None and parsed.type == accelerator_type():
         return torch.device(parsed.type, torch.accelerator.current_device_index())
     return parsed
+
+
+def _check_exists(device: torch.device) -> None:
+    """The meta device is everywhere; other kinds are accelerators."""
+    if device.type == "meta":
+        return
+    there = all_accelerators()
+    named = [one for one in there if one.type == device.type]
+    if not named or (device.index is not None and device not in named):
+        names = ", ".join(map(str, there)) or "no accelerator"
+        raise PlacementError(
+            f"There is no device {device} here; this machine has {names}. For replicas on CPU "
+            'threads, write device_ids=["cpu", "cpu"].'
+        )
 
 
 def _numbered(index: int) -> torch.device:
