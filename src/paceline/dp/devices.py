@@ -61,7 +61,8 @@ def _check_exists(device: torch.device) -> None:
         return
     there = all_accelerators()
     named = [one for one in there if one.type == device.type]
-    if not named or (device.index is not None and device not in named):
+    index: int | None = device.index
+    if not named or (index is not None and device not in named):
         names = ", ".join(map(str, there)) or "no accelerator"
         raise PlacementError(
             f"There is no device {device} here; this machine has {names}. For replicas on CPU "
