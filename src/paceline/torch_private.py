@@ -44,7 +44,6 @@ __all__ = [
     "device_index",
     "gloo_group",
     "group_timeout",
-    "group_timeout_s",
     "is_inside_backward",
     "is_outside_group",
     "is_profiled",
@@ -129,14 +128,6 @@ def gloo_group(store: Any, rank: int, world: int, timeout: timedelta) -> dist.Pr
     gloo = dist.ProcessGroupGloo(store, rank, world, timeout)
     group._register_backend(torch.device("cpu"), kind, gloo)
     return group
-
-
-def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """How long a group waits for a collective."""
-    timeout: Any = getattr(group, "_timeout", None)  # a group that is written in Python
-    if timeout is None:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return float(timeout.total_seconds())
 
 
 def is_profiled() -> bool:
@@ -228,6 +219,9 @@ def optimizer_hook_handles(parameter: torch.Tensor) -> list[Any]:
 def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """How long a group's collectives may take; None if its backend does not say."""
     devices = group._device_types
+    own: datetime.timedelta | None = getattr(group, "_timeout", None)
+    if own is not None:  # a group that is written in Python, ours for one
+        return own
     try:
         options = group._get_backend(devices[0]).options
     except (IndexError, RuntimeError, AttributeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
+from paceline.shm.lanes import CLOSE_PATIENCE_S
 from paceline.testing.hosts import Hosts, hosts_unavailable_reason, run_on_hosts, test_hosts
+from paceline.torch_private import group_timeout
 
 REASON = hosts_unavailable_reason()
 pytestmark = [
@@ -160,3 +163,38 @@ def hoard(transport: str, steps: int = 9) -> list[torch.Tensor]:
 def test_a_full_arena_on_one_rank_is_slower_not_wrong(hosts: Hosts) -> None:
     for found in run_on_hosts(hosts, 2, hoard, "shm", timeout_s=120):
         assert bool((found[0] == 8 + 1.5).all())
+
+
+def lane_timeouts() -> tuple[float, float, float]:
+    """Of the lane of a wrapper, and of the backend's before and after it is changed."""
+    group = dist.new_group(timeout=timedelta(seconds=7))
+    ddp = DDP(nn.Linear(3, 2), process_group=group, transport="shm")
+    lane = ddp._transport.resolve()._stage._lanes._lane
+    own = dist.new_group(backend="paceline", timeout=timedelta(seconds=9))
+    found = [group_timeout(one).total_seconds() for one in (lane, own._operations._lanes._lane)]
+    own.set_timeout(timedelta(seconds=11))
+    return *found, group_timeout(own._operations._lanes._lane).total_seconds()
+
+
+def test_lanes_have_the_time_out_of_their_group(hosts: Hosts) -> None:
+    assert run_on_hosts(hosts, 2, lane_timeouts) == [(7.0, 9.0, 11.0)] * 4
+
+
+def leave_while_the_other_host_stays_away() -> float:
+    """Host 0 begins a sum that host 1 never joins, and leaves the group."""
+    group = dist.new_group(backend="paceline")
+    took_s = 0.0
+    if dist.get_rank() < 2:
+        dist.all_reduce(torch.ones(1000), group=group, async_op=True).get_future()
+        time.sleep(0.5)  # until its lane waits for the other host
+        began_s = time.monotonic()
+        group.shutdown()
+        took_s = time.monotonic() - began_s
+    dist.barrier()
+    return took_s
+
+
+def test_leaving_does_not_wait_for_another_host(hosts: Hosts) -> None:
+    """The group's time-out is much longer than this."""
+    for took_s in run_on_hosts(hosts, 2, leave_while_the_other_host_stays_away):
+        assert took_s < 2 * CLOSE_PATIENCE_S + 5

@@ -23,7 +23,7 @@ from paceline.shm.connect import Connection
 from paceline.shm.dtypes import DTYPES, describe_request, real_view
 from paceline.shm.extension import native
 from paceline.shm.pending import FORKED, Pending
-from paceline.shm.verdicts import closed_error, error_for, forked_error, verdict_error
+from paceline.shm.verdicts import closed_error, error_for, forked_error
 
 NOT_IN_ARENA = (1 << 64) - 1
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -160,13 +160,6 @@ class SharedGroup:
             self._core.abort()
         self.arena.retire()
 
-    def check(self) -> None:
-        """Raise if the group is over."""
-        with self._unforked():
-            end = self._core.verdict()[0]
-        if end != native.END_NONE:
-            raise self._verdict("the next collective")
-
     def close(self) -> None:
         """Leave the group. What is under way here raises."""
         self._is_closed = True
@@ -257,9 +250,6 @@ class SharedGroup:
         if status in (native.STATUS_BROKEN, native.STATUS_SHUT):
             self.arena.retire()
         return error_for(self._core, self._connection.local, self.index, pending.operation)
-
-    def _verdict(self, what: str) -> CollectiveError:
-        return verdict_error(self._core, self._connection.local, self.index, what)
 
 
 class _Buffers:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from paceline.shm.group import SharedGroup
 from paceline.shm.pending import Pending
 
 UNFINISHED = "The sum over several hosts is not done yet. It goes on: wait for it once more."
+CLOSE_PATIENCE_S = 5.0
+"""How long :meth:`LaneGroup.close` waits for a lane that waits for another host. The thread is a
+daemon, and ends with the lane's own time-out at the latest."""
 CHANNELS = 2
 """What a connection for lanes needs."""
 
@@ -99,8 +103,10 @@ class LaneGroup:
         return reduction
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline of later steps inside the host."""
+        """Change the deadline of later steps, inside the host and between hosts."""
         self._reduce.timeout_s = self._share.timeout_s = timeout_s
+        if self._lane is not None:
+            self._lane.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
         """End the group for all ranks of this host; other hosts wait for their lanes' time-out."""
@@ -114,7 +120,7 @@ class LaneGroup:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
-            thread.join()
+            thread.join(CLOSE_PATIENCE_S)
 
     def _make_thread(self) -> None:
         self._thread = threading.Thread(target=self._run, name="paceline-lanes", daemon=True)

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+CLOSE_PATIENCE_S = 5.0
+
 
 class Awaitable(Protocol):
     """A collective under way."""
@@ -53,14 +55,18 @@ class FutureThread:
             self._queue.put(complete)
 
     def close(self) -> None:
-        """Let what was submitted end, and the thread with it. Its collectives must end too."""
+        """Let what was submitted end, and the thread with it. Its collectives have ended before.
+
+        All but those that wait for another host: these have their own time-out, and are not waited
+        for. The thread is a daemon.
+        """
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is None:
                 return
             self._queue.put(None)
         if thread is not threading.current_thread():
-            thread.join()
+            thread.join(CLOSE_PATIENCE_S)
 
     def _run(self) -> None:
         while (complete := self._queue.get()) is not None:

@@ -18,7 +18,6 @@ from paceline.shm import Refusal, connect
 from paceline.shm.extension import DISABLE_VARIABLE
 from paceline.shm.lanes import CHANNELS
 from paceline.shm.staged import HEAP_BYTES
-from paceline.torch_private import group_timeout_s
 from paceline.transport.c10d import C10dTransport
 from paceline.transport.exchange import gather_json
 from paceline.transport.shm import ShmTransport
@@ -102,7 +101,7 @@ def choose_transport(
         heap_bytes = HEAP_COPIES * gradient_bytes + HEAP_SLACK_BYTES
         found = connect(group.rank(), gather, heap_bytes=heap_bytes, channels=CHANNELS)
         if not isinstance(found, Refusal):
-            return ShmTransport(found, group, group_timeout_s(group))
+            return ShmTransport(found, group)
         refusal = found.reason
         if found.is_fault and choice is TransportChoice.AUTO and group.rank() == 0:
             warnings.warn(

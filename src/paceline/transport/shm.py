@@ -11,6 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from paceline.shm.inner import lane_ranks
 from paceline.shm.lanes import LaneGroup, count_lanes
 from paceline.shm.staged import Stage
 from paceline.shm.work import FutureThread
-from paceline.torch_private import is_profiled, record_until_done
+from paceline.torch_private import group_timeout, is_profiled, record_until_done
 from paceline.transport.c10d import C10dReduction, C10dTransport
 
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
@@ -77,10 +78,12 @@ class ShmTransport:
     Args:
         connection: Of all ranks of the group.
         group: For sparse gradients, and to make the lanes from.
-        timeout_s: The deadline of one reduction.
+            Its time-out is the deadline of a reduction.
     """
 
-    def __init__(self, connection: Connection, group: dist.ProcessGroup, timeout_s: float) -> None:
+    def __init__(self, connection: Connection, group: dist.ProcessGroup) -> None:
+        timeout = group_timeout(group) or dist.default_pg_timeout
+        timeout_s = timeout.total_seconds()
         self.rank: int = group.rank()
         self.world: int = group.size()
         self._plain = C10dTransport(group)
@@ -97,7 +100,7 @@ class ShmTransport:
             self.name = f"shm+{self._plain.name}"
             lanes = count_lanes(connection)
             self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
-            part = LaneGroup(connection, _make_lane(connection, group), timeout_s)
+            part = LaneGroup(connection, _make_lane(connection, group, timeout), timeout_s)
             self._stage = Stage(part)
         self._futures = FutureThread()
         self._finalizer = weakref.finalize(self, _close, part, connection, self._futures)
@@ -142,12 +145,23 @@ def _close(part: SharedGroup | LaneGroup, connection: Connection, futures: Futur
     futures.close()
 
 
-def _make_lane(connection: Connection, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """Make the c10d group of this rank's lane; only its members take part."""
+def _make_lane(
+    connection: Connection, group: dist.ProcessGroup, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Make the c10d group of this rank's lane; only its members take part.
+
+    gloo, whatever the default group is: the slices are CPU tensors.
+    """
     if connection.index >= count_lanes(connection):
         return None
     ranks = lane_ranks(connection.hosts, connection.index)
     everybody = dist.get_process_group_ranks(group)
     members = [everybody[rank] for rank in ranks]
-    lane: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+    lane: dist.ProcessGroup = dist.new_group(
+        members,
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=True,
+        group_desc="paceline lane",
+    )
     return lane
