@@ -40,8 +40,12 @@ class DryBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Not needed by any hook of ours."""
-        raise NotImplementedError
+        """The gradients one by one, as views of :meth:`buffer`."""
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [
+            part.view(parameter.shape)
+            for part, parameter in zip(parts, self._parameters, strict=True)
+        ]
 
     def parameters(self) -> list[torch.Tensor]:
         """Whose gradients."""

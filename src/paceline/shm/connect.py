@@ -69,6 +69,7 @@ class Connection:
         arena: This rank's memory.
         cores: One native core for each channel.
         pidfds: Descriptors that the cores watch; close them after the cores.
+        keep: The mappings that the cores have addresses of.
     """
 
     members: tuple[Member, ...]
