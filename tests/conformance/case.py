@@ -15,6 +15,8 @@ from typing import Any
 import torch.multiprocessing
 from torch.testing._internal import common_distributed
 
+from . import rpc
+from .collect import TEST_CLASS
 from .on_cpu import on_cpu
 from .outcome import FAILED, PASSED, SKIPPED, Outcome, Request
 
@@ -25,7 +27,11 @@ def run_case(distributed_test: ModuleType, request: Request) -> Outcome:
     common_distributed.TIMEOUT_DEFAULT = request.deadline_s
     common_distributed.TIMEOUT_OVERRIDE.clear()
     result = unittest.TestResult()
-    unittest.TestSuite([_case_class(distributed_test)(request.name)]).run(result)
+    if request.test_class == TEST_CLASS:
+        case_class = _case_class(distributed_test)
+    else:
+        case_class = rpc.case_class(request.test_class)
+    unittest.TestSuite([case_class(request.name)]).run(result)
     return _outcome(result)
 
 

@@ -61,7 +61,7 @@ class Client:
             test: the test, with the number of ranks that it needs.
             defaults: keyword arguments for the class under test where the test gives none.
         """
-        request = Request(test.name, test.world_size, DEADLINE_S, defaults)
+        request = Request(test.name, test.test_class, test.world_size, DEADLINE_S, defaults)
         requests = _pipe(self._process.stdin)
         requests.write(json.dumps(asdict(request)) + "\n")
         requests.flush()

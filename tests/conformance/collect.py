@@ -1,8 +1,9 @@
 """Find torch's DDP tests by reading their source, so that none can be forgotten.
 
-A test belongs here when it, or a helper it calls, names `DistributedDataParallel`. That is decided
-on the syntax tree of the installed file: nothing is imported, because importing torch's tests
-changes global torch state that the pytest process should keep.
+Of `distributed_test`, a test belongs here when it, or a helper it calls, names
+`DistributedDataParallel`; of `ddp_under_dist_autograd_test`, every test that is not for CUDA. That
+is decided on the syntax tree of the installed file: nothing is imported, because importing torch's
+tests changes global torch state that the pytest process should keep.
 
 The file's other test classes (`TestBucketCapacityConfig…`) never name the class: they check a
 private torch dataclass with no DDP in it, and so are not collected.
@@ -18,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-SOURCE = (
-    Path(torch.__file__).parent / "testing" / "_internal" / "distributed" / "distributed_test.py"
-)
+FOLDER = Path(torch.__file__).parent / "testing" / "_internal" / "distributed"
+SOURCE = FOLDER / "distributed_test.py"
+RPC_SOURCE = FOLDER / "ddp_under_dist_autograd_test.py"
 TEST_CLASS = "_DistTestBase"
 WANTED = "DistributedDataParallel"
 DEFAULT_WORLD_SIZE = 2
@@ -30,10 +31,17 @@ SIZE_DECORATORS = {"skip_if_lt_x_gpu", "require_world_size", "require_exact_worl
 
 @dataclass(frozen=True)
 class TorchTest:
-    """One test method of torch's file, and the number of ranks to run it with."""
+    """One test method of torch's, and the number of ranks to run it with.
+
+    Attributes:
+        name: the method.
+        world_size: how many ranks; the tests over RPC say it themselves, then it is 0.
+        test_class: the class that has the method.
+    """
 
     name: str
     world_size: int
+    test_class: str = TEST_CLASS
 
 
 @cache
@@ -48,9 +56,25 @@ def collect() -> dict[str, TorchTest]:
     }
 
 
+@cache
+def collect_rpc() -> dict[str, TorchTest]:
+    """Return torch's tests of DDP under distributed autograd by name, those for CUDA left out."""
+    tree = ast.parse(RPC_SOURCE.read_text())
+    return {
+        name: TorchTest(name, 0, test_class.name)
+        for test_class in tree.body
+        if isinstance(test_class, ast.ClassDef) and not test_class.name.startswith("Cuda")
+        for name in _methods_of(test_class)
+        if name.startswith("test_")
+    }
+
+
 def _methods(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    test_class = next(node for node in classes if node.name == TEST_CLASS)
+    return _methods_of(next(node for node in classes if node.name == TEST_CLASS))
+
+
+def _methods_of(test_class: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in test_class.body if isinstance(node, ast.FunctionDef)}
 
 

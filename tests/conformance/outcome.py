@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -17,13 +17,15 @@ class Request:
     """One test to run.
 
     Attributes:
-        name: the method of torch's test class.
+        name: the method.
+        test_class: torch's class that has it.
         world_size: the number of ranks.
         deadline_s: when torch gives up on the ranks and shows where they are.
         defaults: keyword arguments that the class under test gets where the test gives none.
     """
 
     name: str
+    test_class: str
     world_size: int
     deadline_s: int
     defaults: dict[str, Any]
@@ -31,10 +33,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test, and the text that explains it (tracebacks and output, or a reason)."""
+    """What became of a test.
+
+    Attributes:
+        status: one of the three above.
+        detail: the text that explains it (tracebacks and output, or a reason).
+        wrappers: the full name of the class behind every wrapper that a rank has made.
+    """
 
     status: str
     detail: str = ""
+    wrappers: list[str] = field(default_factory=list)
 
     @property
     def cause(self) -> str:

@@ -63,6 +63,7 @@ def _run_and_exit(distributed_test: ModuleType, request: Request, folder: Path) 
         _lead_group(0)
         _redirect_output(folder / "log")
         swap.set_defaults(**request.defaults)
+        swap.record_to(folder / "wrappers")
         outcome = run_case(distributed_test, request)
         (folder / "outcome").write_text(json.dumps(asdict(outcome)))
     finally:
@@ -101,7 +102,10 @@ def _read_outcome(folder: Path) -> Outcome:
     if not (folder / "outcome").exists():
         return Outcome(FAILED, f"killed at the deadline, or died without an outcome\n{output}")
     outcome = Outcome(**json.loads((folder / "outcome").read_text()))
-    return Outcome(outcome.status, f"{outcome.detail}\n{output}" if outcome.detail else "")
+    detail = f"{outcome.detail}\n{output}" if outcome.detail else ""
+    wrappers = folder / "wrappers"
+    made = wrappers.read_text().splitlines() if wrappers.exists() else []
+    return Outcome(outcome.status, detail, made)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ arguments that `on_cpu.py` made meaningless, and has defaults that a run may set
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -32,6 +34,11 @@ def swap_in(choice: str) -> None:
         _replace(ORIGINAL_NORM, paceline.nn.SyncBatchNorm)
 
 
+def record_to(path: Path) -> None:
+    """Have every wrapper that is made from now on, in forked processes too, add a line there."""
+    UnderTest.record = path
+
+
 def set_defaults(**defaults: Any) -> None:
     """Set keyword arguments that the class under test gets when a test does not give them."""
     UnderTest.defaults = defaults
@@ -50,6 +57,7 @@ def _choose(choice: str) -> Any:
 def _subclass(base: Any) -> Any:
     class UnderTest(base):
         defaults: ClassVar[dict[str, Any]] = {}
+        record: ClassVar[Path | None] = None
 
         def __init__(
             self,
@@ -60,12 +68,20 @@ def _subclass(base: Any) -> Any:
             **kwargs: Any,
         ) -> None:
             super().__init__(module, None, None, *args, **{**self.defaults, **kwargs})
+            if self.record is not None:
+                _add_line(self.record, f"{base.__module__}.{base.__qualname__}")
 
     UnderTest.__qualname__ = UnderTest.__name__
     return UnderTest
 
 
 UnderTest: Any = ORIGINAL
+
+
+def _add_line(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(descriptor, f"{text}\n".encode())  # one write: ranks do not mix their lines
+    os.close(descriptor)
 
 
 def _replace(original: Any, replacement: Any) -> None:

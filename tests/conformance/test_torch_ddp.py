@@ -7,7 +7,6 @@ With `paceline` (the default) every test must pass that `expectations.py` does n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,12 +29,6 @@ def _parameter(test: TorchTest) -> Any:
     reason, note = LEFT_OUT[test.name]
     text = f"{reason.value}: {note}" if note else reason.value
     return pytest.param(test, id=test.name, marks=pytest.mark.skip(reason=text))
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    with Client(CLASS) as running:
-        yield running
 
 
 @pytest.mark.parametrize("test", [_parameter(test) for test in collect().values()])
