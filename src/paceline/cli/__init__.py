@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "bench": "measure communication hooks on this machine: bench hooks",
+    "bench": "measure on this machine: bench hooks, bench hybrid",
     "demo": "train a small network on handwritten digits, on several ranks of this machine",
 }
 
@@ -20,6 +20,7 @@ EXAMPLE = """\
 example:
   paceline demo --ranks 2                train with Paceline, see accuracy and step time
   paceline bench hooks --plot hooks.png  which hook wins at which speed of the link
+  paceline bench hybrid --trainers 2     embedding servers: torch's recipe beside ours
   paceline demo --ranks 2 --plain-torch  the same with torch's own DistributedDataParallel
 """
 

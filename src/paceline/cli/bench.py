@@ -6,7 +6,8 @@ import argparse
 import importlib
 
 SUBJECTS = {
-    "hooks": "communication hooks: what each sends and costs, and which wins at which speed"
+    "hooks": "communication hooks: what each sends and costs, and which wins at which speed",
+    "hybrid": "hybrid training: trainers with a dense network, servers with embedding tables",
 }
 
 

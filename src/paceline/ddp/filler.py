@@ -2,7 +2,8 @@
 
 Small gradients wait and are copied many at a time, because a call costs more than the copy; large
 ones are copied and scaled in one pass as they arrive, so that no second set of gradients builds
-up. Nothing raises here: trouble is noted in the step.
+up. Where the outside keeps its set anyway, all are copied many at a time. Nothing raises here:
+trouble is noted in the step.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ class Filler:
 
     def take(self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> bool:
         """Gradients have arrived. Return whether a bucket is full now, and filled."""
-        small = [slot for slot in slots if slot.small]
-        if small:
-            self._take_small(step, small)
+        all_at_once = step.home.keeps_gradients
+        batch = [s for s in slots if s.small or (all_at_once and not s.spec.sparse)]
+        if batch:
+            self._take_batch(step, batch)
         is_full = False
         for slot in slots:
             bucket = buckets[slot.bucket_index]
-            if not slot.small:
+            if not slot.small and (not all_at_once or bucket.sparse):
                 self._take_large(step, bucket, slot)
             pending = bucket.pending = bucket.pending - 1
             if not pending:
@@ -64,7 +66,8 @@ class Filler:
             if step.absent:
                 self._take_leftovers(step, bucket)
             if not bucket.sparse and step.factor not in (0.0, 1.0):
-                bucket.scale_small(step.factor)
+                scale = bucket.scale if step.home.keeps_gradients else bucket.scale_small
+                scale(step.factor)
             if self._policy.nonfinite is not NonFinite.IGNORE and not bucket_is_finite(bucket):
                 step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket))
 
@@ -84,7 +87,7 @@ class Filler:
         if self._policy.tracks_unused:
             self._usage.note([slot])
 
-    def _take_small(self, step: Step, slots: Sequence[Slot]) -> None:
+    def _take_batch(self, step: Step, slots: Sequence[Slot]) -> None:
         with torch.no_grad():
             try:
                 if step.factor == 0.0:
@@ -114,7 +117,7 @@ class Filler:
                 view.zero_()
             if step.factor == 0.0:
                 view.zero_()
-            elif not slot.small:
+            elif not slot.small and not step.home.keeps_gradients:
                 view.mul_(step.factor)
 
 

@@ -22,7 +22,14 @@ from paceline.torch_private import context_gradients
 
 
 class GradientHome(Protocol):
-    """How the reducer reaches gradients."""
+    """How the reducer reaches gradients.
+
+    Attributes:
+        keeps_gradients: The outside keeps its gradients until the step is over, whatever is done
+            here: to bring them in early saves no memory.
+    """
+
+    keeps_gradients: bool
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return the gradient as it is outside now."""
@@ -42,6 +49,8 @@ class GradientHome(Protocol):
 
 class LocalHome:
     """Gradients in ``parameter.grad``."""
+
+    keeps_gradients = False
 
     def __init__(self, views: GradientViews) -> None:
         self._gives_views = views is not GradientViews.NEVER
@@ -123,51 +132,60 @@ class ContextHome:
 
     The context's tensors cannot be replaced, only written to; and a parameter that this rank did
     not use has none there, so its average stays invisible on this rank.
+
+    To ask the context means to convert all its gradients to Python: it is asked when gradients have
+    arrived, and what it said last holds until the results are shown, at the end of the step.
     """
+
+    keeps_gradients = True
 
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id
+        self._known: dict[torch.Tensor, torch.Tensor] = {}
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return the context's gradient of this parameter."""
-        return self._gradients().get(slot.parameter)
+        self._known = context_gradients(self._context_id)
+        return self._known.get(slot.parameter)
 
     def collect(self, slots: Sequence[Slot]) -> list[Slot]:
         """Copy from the context; nothing is ever settled before the reduction."""
-        gradients = self._gradients()
+        gradients = self._known = context_gradients(self._context_id)
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         for slot in slots:
-            assert slot.view is not None
             gradient = gradients.get(slot.parameter)
             slot.had_gradient = gradient is not None
-            if gradient is None:
-                slot.view.zero_()
+            if gradient is None or slot.view is None:
+                slot.zero()
             else:
-                slot.view.copy_(gradient)
+                targets.append(slot.view)
+                sources.append(gradient)
+        _copy_all(targets, sources)
         return list(slots)
 
     def collect_scaled(self, slot: Slot, factor: float) -> bool:
-        """Copy one gradient from the context."""
-        self.collect([slot])
+        """Copy one gradient from the context and scale it, in one pass."""
+        gradient = self.gradient(slot)
+        slot.had_gradient = gradient is not None
         assert slot.view is not None
-        slot.view.mul_(factor)
+        if gradient is None:
+            slot.view.zero_()
+        else:
+            torch.mul(gradient, factor, out=slot.view)
         return False
 
     def settle(self, slots: Sequence[Slot]) -> None:
         """Write the results into the context's tensors."""
-        gradients = self._gradients()
-        for slot in slots:
-            gradient = gradients.get(slot.parameter)
-            if gradient is not None and slot.view is not None:
-                gradient.copy_(slot.view)
+        found = [(self._known.get(slot.parameter), slot.view) for slot in slots]
+        shown = [(own, view) for own, view in found if own is not None and view is not None]
+        _copy_all([own for own, _ in shown], [view for _, view in shown])
 
     def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Write a sparse result into the context's tensor."""
-        own = self._gradients().get(slot.parameter)
+        own = self._known.get(slot.parameter)
         if own is not None:
             own.copy_(gradient)
-
-    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        return context_gradients(self._context_id)
 
 
 _requires_grad = attrgetter("requires_grad")

@@ -115,6 +115,8 @@ class PrecisionSwap:
 class PrecisionHome:
     """Gradients that arrive in low precision and leave in full precision."""
 
+    keeps_gradients = False
+
     def __init__(self, swap: PrecisionSwap, *, gives_views: bool) -> None:
         self._swap = swap
         self._gives_views = gives_views

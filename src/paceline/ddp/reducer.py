@@ -254,7 +254,7 @@ class Reducer:
     def on_gradients(self) -> None:
         """Gradients are ready ([Note: batches] in taps.py)."""
         with self._lock:
-            while len(self._inbox) >= self._inbox.due:
+            while len(self._inbox) >= self._inbox.due and not self._may_wait():
                 indices = self._inbox.take()
                 step = self._step
                 if step is None or self.phase is not Phase.REDUCING:
@@ -262,6 +262,16 @@ class Reducer:
                 if step is None:
                     return
                 self._take(step, indices)
+
+    def _may_wait(self) -> bool:
+        """Leave gradients in the inbox until a bucket can be full, where waiting costs nothing."""
+        step, started = self._step, self.flight.started
+        if step is None or self.phase is not Phase.REDUCING or not step.home.keeps_gradients:
+            return False
+        if started < len(self.buckets) and len(self._inbox) < self.buckets[started].pending:
+            self._inbox.due = self.buckets[started].pending
+            return True
+        return False
 
     def _begin_at_gradient(self, indices: Sequence[int]) -> Step | None:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
