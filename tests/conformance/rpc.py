@@ -22,6 +22,14 @@ def case_class(name: str) -> type[unittest.TestCase]:
     wanted: Any = getattr(tests, name)
 
     class TorchDdpOverRpc(wanted, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+        @property
+        def rpc_backend_options(self) -> Any:
+            # Over sockets: TensorPipe's shared memory polls, and 6 processes that poll leave a
+            # machine with few cores no time for the test.
+            options = super().rpc_backend_options
+            options._transports = ["uv"]
+            return options
+
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)

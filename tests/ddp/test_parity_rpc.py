@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -17,40 +12,11 @@ from paceline import DistributedDataParallel as DDP
 from paceline.testing import run_ranks
 from tests.ddp.compare import assert_close, assert_identical, batch, gradients, reference_gradients
 from tests.ddp.models import Bag, Branches, mlp, seeded
+from tests.ddp.over_rpc import in_context, with_rpc
 
 pytestmark = pytest.mark.skipif(
     not rpc.is_available(), reason="this build of torch has no torch.distributed.rpc"
 )
-
-
-def with_rpc(check: Callable[[], None]) -> None:
-    """Run ``check`` on every rank with RPC over loopback."""
-    # RPC builds on parts of torch that are deprecated.
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", "You are using a Backend")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=os.environ["PACELINE_TEST_INIT_METHOD"] + "_rpc",
-        _transports=["uv"],
-        _channels=["basic"],
-    )
-    os.environ["TP_SOCKET_IFNAME"] = "lo"
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world, rpc_backend_options=options)
-    try:
-        check()
-        dist.barrier()
-    finally:
-        rpc.shutdown()
-
-
-def in_context(ddp: DDP, loss: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Run a backward in a context; return its gradients by name."""
-    with dist_autograd.context() as context:
-        dist_autograd.backward(context, [loss()])
-        found = dist_autograd.get_gradients(context)
-        names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-        return {names[p]: g.to_dense().clone() for p, g in found.items() if p in names}
 
 
 def test_dense() -> None:
