@@ -22,9 +22,11 @@ def owners(sharding: Sharding, rows: int, count: int, ids: NDArray[np.int64]) ->
         bounds = np.array([rows * index // count for index in range(1, count)], np.int64)
         return np.searchsorted(bounds, ids, side="right").astype(np.int64)
     mixed = (ids.astype(np.uint64) * _GOLDEN) >> np.uint64(32)
-    return ((mixed * np.uint64(count)) >> np.uint64(32)).astype(np.int64)
+    found: NDArray[np.int64] = ((mixed * np.uint64(count)) >> np.uint64(32)).astype(np.int64)
+    return found
 
 
 def is_owner(shard: Shard, rows: int, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
     """For each id, whether it belongs to this shard."""
-    return owners(shard.sharding, rows, shard.count, ids) == shard.index
+    mine: NDArray[np.bool_] = owners(shard.sharding, rows, shard.count, ids) == shard.index
+    return mine
