@@ -148,13 +148,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--system-malloc",
         action="store_true",
-        help="leave glibc's malloc as it is; page faults then come by luck (see malloc.py)",
+        help="leave glibc's malloc as it is, for every wrapper; page faults then come by luck",
     )
     parser.add_argument(
         "--apart",
         action="store_true",
-        help="each variant in processes of its own, in turn, with glibc's malloc as it is: what a "
-        "training script sees, page faults included",
+        help="each variant in processes of its own, in turn: what a script sees, with page "
+        "faults, and with what Paceline tells malloc (paceline.freed_memory)",
     )
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a ratio to torch is above its target"

@@ -116,6 +116,8 @@ def run_rank(schedule: Schedule, bar: RoundBar, step: Step = time_step) -> Sampl
     """Run a schedule; called on every rank."""
     if schedule.is_malloc_steady:
         malloc.keep_memory()
+    elif len(schedule.variants) > 1:  # no wrapper decides for the others
+        malloc.leave_alone()
     models = build_models(schedule)
     batch = workloads.batch(schedule.workload, seed=dist.get_rank())
     for model in models.values():

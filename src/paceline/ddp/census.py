@@ -1,14 +1,15 @@
 """Which parameters does the module have, compared with when it was wrapped?
 
 Asked before every forward that is synchronised, so the common answer ("the same") must be cheap: it
-compares the identities of all parameters and submodules without walking the module.
+compares all parameters and submodules by identity, without walking the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 
@@ -35,20 +36,21 @@ class ParameterCensus:
         self._count()
 
     def _count(self) -> None:
-        self._parameter_dicts = [m._parameters for m in self._module.modules()]
-        self._module_dicts = [m._modules for m in self._module.modules()]
-        self._ids = self._current_ids()
+        modules = list(self._module.modules())
+        self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
+        self._dicts += [m._modules for m in modules]
+        self._members = list(self._current_members())
 
-    def _current_ids(self) -> list[int]:
-        parameters = chain.from_iterable(map(dict.values, self._parameter_dicts))
-        modules = chain.from_iterable(map(dict.values, self._module_dicts))
-        return [*map(id, parameters), *map(id, modules)]
+    def _current_members(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._dicts))
 
     def is_unchanged(self) -> bool:
         """Whether nothing was added, removed, exchanged or unfrozen."""
         if any(map(_requires_grad, self._frozen)):
             return False
-        return self._current_ids() == self._ids
+        if sum(map(len, self._dicts)) != len(self._members):
+            return False
+        return all(map(is_, self._current_members(), self._members))
 
     def check_again(self, rank: int) -> bool:
         """Look at a changed module; return whether our parameters are still in it.

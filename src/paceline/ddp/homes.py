@@ -18,6 +18,7 @@ import torch
 
 from paceline.buckets import Slot
 from paceline.config import GradientViews
+from paceline.shm.streaming import scale_into
 from paceline.torch_private import context_gradients
 
 
@@ -94,7 +95,7 @@ class LocalHome:
         if gradient is view:
             view.mul_(factor)
             return True
-        torch.mul(gradient, factor, out=view)
+        scale_into(view, gradient, factor)
         if not self._may_become_view(gradient):
             return False
         slot.parameter.grad = view

@@ -43,6 +43,7 @@ from paceline.ddp.torch_surface import TorchSurface
 from paceline.ddp.unused import find_tensors
 from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
+from paceline.freed_memory import keep_freed_memory
 from paceline.observe import DDPStats
 from paceline.torch_private import (
     MixedPrecisionConfig,
@@ -178,6 +179,8 @@ class DistributedDataParallel(TorchSurface):
         if settings.mixed_precision is not None:
             self._swap = PrecisionSwap(settings.mixed_precision, self.module)
         specs, parameters = self._describe_parameters()
+        if any(parameter.device.type == "cpu" for parameter in parameters):
+            keep_freed_memory()
         self._transport = self._make_transport(self.process_group)
         self._census = ParameterCensus(self.module, self.parameters_to_ignore, parameters)
         self._runs_own_parameters = True

@@ -488,12 +488,30 @@ static PyObject *native_cut(PyObject *module, PyObject *args) {
     return PyLong_FromUnsignedLongLong(pl_cut(count, parts, index, itemsize));
 }
 
+static PyObject *native_scale_f32(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (count != 4)
+        return PyErr_Format(PyExc_TypeError, "scale_f32 takes 4 arguments");
+    float *target = (float *)(uintptr_t)PyLong_AsUnsignedLongLong(args[0]);
+    const float *source = (const float *)(uintptr_t)PyLong_AsUnsignedLongLong(args[1]);
+    size_t elements = PyLong_AsSize_t(args[2]);
+    double factor = PyFloat_AsDouble(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS;
+    pl_scale_f32(target, source, elements, (float)factor);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef module_methods[] = {
     {"format", native_format, METH_VARARGS,
      "format(address, world, slot_bytes): make zeroed memory a control segment"},
     {"control_bytes", native_control_bytes, METH_O, "control_bytes(world) -> int"},
     {"cut", native_cut, METH_VARARGS,
      "cut(count, parts, index, itemsize) -> the first element of a slice"},
+    {"scale_f32", (PyCFunction)(void (*)(void))native_scale_f32, METH_FASTCALL,
+     "scale_f32(target, source, count, factor): a copy past the caches"},
     {"can_reduce", native_can_reduce, METH_VARARGS, "can_reduce(DTYPE_*, OP_*) -> bool"},
     {NULL, NULL, 0, NULL},
 };

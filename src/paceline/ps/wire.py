@@ -1,0 +1,321 @@
+"""The bytes between a trainer and a server. Pure: no socket, no table, no torch.
+
+Both sides build messages with ``pack_*`` and take them apart with ``unpack``, which trusts nothing:
+every size is checked against the bytes that are there before an array is made, and what does not
+fit raises ``WireError``. Nothing here is pickle.
+
+A message is a ZeroMQ multipart message:
+
+====== =============================================================================
+frame  content
+====== =============================================================================
+0      a head of 48 bytes; after it, for *control* kinds, JSON; for *data* kinds one
+       record of 32 bytes for each section. A section is one table's share.
+1      data kinds only: the integers (int64) of all sections, one after the other
+2      data kinds only: the values of all sections, one after the other, raw; each
+       array starts at a multiple of 8 bytes
+====== =============================================================================
+
+What a section holds follows from its ``form`` and from the kind of its message:
+
+=========== ============================ ==================================================
+form        integers                     values
+=========== ============================ ==================================================
+``ROWS``    ``ids`` different ids        LOOKUP: none. PUSH, WRITE, FOUND: ``ids x dim``
+``BAGS``    ``ids`` ids, then ``bags``   LOOKUP: the weights. PUSH: the weights, then
+            offsets as in EmbeddingBag   ``bags x dim``. FOUND: ``bags x dim``.
+=========== ============================ ==================================================
+
+The weights are ``ids`` values with the flag ``WEIGHTED``, and nothing without it. A FOUND message
+repeats the counts of its LOOKUP, and has no integers. All numbers are little endian.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"PLPS"
+VERSION = 1
+ALIGNMENT = 8
+CONTROL_BYTES = 1 << 16
+"""JSON may not be longer than this."""
+SECTIONS = 4096
+"""A message may not have more sections than this."""
+
+# magic, version, kind, flags (0), request, client, sequence, sections, reserved (0)
+_HEAD = struct.Struct("<4sHBBQ16sQII")
+# table, form, mode, flags, dtype, ids, bags, lr
+_SECTION = struct.Struct("<IBBBBQQd")
+
+Frame = bytes | bytearray | memoryview
+
+
+class WireError(ValueError):
+    """These bytes are no message of this version. The text says why; nobody was hurt."""
+
+
+class Kind(enum.IntEnum):
+    """What a message is. Requests are below 64; each is answered by one reply, in order."""
+
+    HELLO = 1
+    """Control. Who are you, and what was my last sequence number? Answered by WELCOME."""
+    ATTACH = 2
+    """Control, sequenced. Create a table, or use the one that is there. Answered by DONE."""
+    LOOKUP = 3
+    """Data. Answered by FOUND."""
+    PUSH = 4
+    """Data, sequenced. Gradients. Answered by DONE once they are applied and in the journal."""
+    WRITE = 5
+    """Data (ROWS), sequenced. Overwrite rows. Answered by DONE."""
+    STATS = 6
+    """Control. Answered by DONE."""
+    SAVE = 7
+    """Control. Write all tables to a directory. Answered by DONE when they are on disk."""
+    LOAD = 8
+    """Control, sequenced. Replace the rows of a table by saved ones. Answered by DONE."""
+
+    WELCOME = 64
+    DONE = 65
+    FOUND = 66
+    ERROR = 67
+
+
+DATA = frozenset({Kind.LOOKUP, Kind.PUSH, Kind.WRITE, Kind.FOUND})
+SEQUENCED = frozenset({Kind.ATTACH, Kind.PUSH, Kind.WRITE, Kind.LOAD})
+
+
+class Form(enum.IntEnum):
+    """What stands behind the ids of a section."""
+
+    ROWS = 0
+    BAGS = 1
+
+
+class Mode(enum.IntEnum):
+    """How a server pools bags. ``max`` is always pooled by the trainer."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+
+
+WEIGHTED = 1
+"""The only flag of a section: there is a weight for each id."""
+
+
+class Dtype(enum.IntEnum):
+    """What rows are made of."""
+
+    FLOAT32 = 0
+    FLOAT64 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value."""
+        return (4, 8, 2, 2)[self]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The fixed part of a message.
+
+    Args:
+        kind: What it is.
+        request: Chosen by whoever asks; the reply repeats it.
+        client: Whoever asks, for as long as it lives; 16 random bytes.
+        sequence: Sequenced kinds: 1 for the first of this client to this server, then one more for
+            each. Others: 0. A server applies each number once.
+    """
+
+    kind: Kind
+    request: int
+    client: bytes
+    sequence: int = 0
+
+
+@dataclass(frozen=True)
+class Section:
+    """One table's share of a data message; ``dim`` is the table's, and not on the wire."""
+
+    table: int
+    form: Form
+    dtype: Dtype
+    ids: int
+    bags: int = 0
+    mode: Mode = Mode.NONE
+    weighted: bool = False
+    lr: float = 0.0
+
+    @property
+    def integers(self) -> int:
+        """How many integers the section has."""
+        return self.ids + (self.bags if self.form is Form.BAGS else 0)
+
+    @property
+    def weights_bytes(self) -> int:
+        """How many bytes its weights take, with padding."""
+        return aligned(self.ids * self.dtype.itemsize) if self.weighted else 0
+
+    def rows_bytes(self, dim: int) -> int:
+        """How many bytes its rows or pooled bags take, with padding."""
+        count = self.bags if self.form is Form.BAGS else self.ids
+        return aligned(count * dim * self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message, taken apart. Arrays are views of the frames."""
+
+    head: Head
+    control: Mapping[str, Any]
+    sections: tuple[Section, ...]
+    integers: NDArray[np.int64]
+    values: memoryview
+
+    def integers_of(self) -> Iterator[tuple[Section, NDArray[np.int64]]]:
+        """Each section with its integers."""
+        start = 0
+        for section in self.sections:
+            yield section, self.integers[start : start + section.integers]
+            start += section.integers
+
+
+def aligned(count_bytes: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-count_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def pack_control(head: Head, control: Mapping[str, Any]) -> list[Frame]:
+    """A message with JSON in it."""
+    text = json.dumps(control, separators=(",", ":"), allow_nan=False).encode()
+    if len(text) > CONTROL_BYTES:
+        raise WireError(f"{len(text)} bytes of JSON, of {CONTROL_BYTES} allowed")
+    return [_pack_head(head, 0) + text]
+
+
+def pack_data(
+    head: Head, sections: Sequence[Section], integers: Frame, values: Frame
+) -> list[Frame]:
+    """A message with arrays in it. ``integers`` and ``values`` are laid out as said above."""
+    records = (
+        _SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
+        for s in sections
+    )
+    return [b"".join((_pack_head(head, len(sections)), *records)), integers, values]
+
+
+def _pack_head(head: Head, sections: int) -> bytes:
+    return _HEAD.pack(
+        MAGIC, VERSION, head.kind, 0, head.request, head.client, head.sequence, sections, 0
+    )
+
+
+def unpack(frames: Sequence[Frame]) -> Message:
+    """Take a message apart.
+
+    Raises:
+        WireError: It is none.
+    """
+    if not frames:
+        raise WireError("no frame at all")
+    first = memoryview(frames[0])
+    head, sections = _unpack_head(first)
+    rest = first[_HEAD.size :]
+    if head.kind not in DATA:
+        return Message(head, _unpack_control(rest, frames, sections), (), _NO_INTEGERS, _NOTHING)
+    if len(frames) != 3:
+        raise WireError(f"{head.kind.name} has {len(frames)} frames instead of 3")
+    found = tuple(_unpack_sections(rest, sections))
+    integers = _unpack_integers(head.kind, frames[1], found)
+    return Message(head, {}, found, integers, memoryview(frames[2]).cast("B"))
+
+
+_NO_INTEGERS: NDArray[np.int64] = np.empty(0, np.int64)
+_NOTHING = memoryview(b"")
+
+
+def _unpack_head(frame: memoryview) -> tuple[Head, int]:
+    if len(frame) < _HEAD.size:
+        raise WireError(f"{len(frame)} bytes are too few for a head of {_HEAD.size}")
+    magic, version, kind, flags, request, client, sequence, sections, reserved = _HEAD.unpack_from(
+        frame
+    )
+    if magic != MAGIC:
+        raise WireError(f"it begins with {magic!r} instead of {MAGIC!r}: not a Paceline message")
+    if version != VERSION:
+        raise WireError(f"version {version} of the protocol; this side speaks {VERSION}")
+    if flags or reserved:
+        raise WireError("a reserved field of the head is not zero")
+    found = _member(Kind, kind, "kind")
+    if (found in SEQUENCED) != (sequence > 0):
+        raise WireError(f"{found.name} with sequence number {sequence}")
+    return Head(found, request, client, sequence), sections
+
+
+def _unpack_control(text: memoryview, frames: Sequence[Frame], sections: int) -> Mapping[str, Any]:
+    if len(frames) != 1 or sections:
+        raise WireError(f"a control message with {len(frames)} frames and {sections} sections")
+    if len(text) > CONTROL_BYTES:
+        raise WireError(f"{len(text)} bytes of JSON, of {CONTROL_BYTES} allowed")
+    try:
+        control = json.loads(bytes(text))
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"its JSON cannot be read: {type(error).__name__}") from None
+    if not isinstance(control, dict):
+        raise WireError("its JSON is no object")
+    return control
+
+
+def _unpack_sections(records: memoryview, count: int) -> Iterable[Section]:
+    if count > SECTIONS:
+        raise WireError(f"{count} sections, of {SECTIONS} allowed")
+    if len(records) != count * _SECTION.size:
+        raise WireError(f"{len(records)} bytes are not {count} sections of {_SECTION.size} bytes")
+    for table, form, mode, flags, dtype, ids, bags, lr in _SECTION.iter_unpack(records):
+        if flags & ~WEIGHTED:
+            raise WireError(f"unknown flags {flags:#x} of a section")
+        section = Section(
+            table,
+            _member(Form, form, "form"),
+            _member(Dtype, dtype, "dtype"),
+            ids,
+            bags,
+            _member(Mode, mode, "mode"),
+            bool(flags & WEIGHTED),
+            lr,
+        )
+        _check_form(section)
+        yield section
+
+
+def _check_form(section: Section) -> None:
+    is_bags = section.form is Form.BAGS
+    if is_bags != (section.mode is not Mode.NONE) or (not is_bags and section.bags):
+        raise WireError(f"form {section.form.name} with mode {section.mode.name}")
+    if section.weighted and section.mode is not Mode.SUM:
+        raise WireError(f"weights with mode {section.mode.name}")
+
+
+def _unpack_integers(kind: Kind, frame: Frame, sections: Sequence[Section]) -> NDArray[np.int64]:
+    count = 0 if kind is Kind.FOUND else sum(section.integers for section in sections)
+    view = memoryview(frame).cast("B")
+    if len(view) != count * 8:
+        raise WireError(f"{len(view)} bytes are not the {count} integers that were announced")
+    return np.frombuffer(view, "<i8")
+
+
+def _member(kinds: type[Any], value: int, what: str) -> Any:
+    try:
+        return kinds(value)
+    except ValueError:
+        raise WireError(f"unknown {what} {value}") from None
