@@ -16,6 +16,13 @@ know which transport it has, nor anything about modules, buffers or devices.
     judge    all ranks know the same about the step now: all of them raise, or none (peers.py)
     settle   gradients that are not views of the buckets are given their values (homes.py)
 
+[Note: gradients in a context]
+Under distributed autograd nothing is won by bringing a gradient in early: the context keeps its own
+set anyway. And much may be lost, because what comes before the module is often remote, and the
+engine sends for it only when the hooks have returned. So gradients wait in the inbox until the next
+bucket can be full; those of the last bucket, if it is small, until the backward is over. The
+servers are at work by then.
+
 Nothing blocks between `begin` and `finish`, and nothing raises there either: a rank that stopped
 in the middle would leave its peers waiting. Trouble is noted in the step (step.py) and judged at
 the end, by everybody.
@@ -66,6 +73,9 @@ from paceline.types import Transport
 
 UNKNOWN_ARRIVALS = 1 << 30
 """Expected arrivals while a static graph is being learnt: more than ever come."""
+
+LATE_BYTES = 1 << 20
+"""A last bucket up to this size is reduced in a fraction of the time that a call to a server takes."""
 
 
 class Reducer:
@@ -259,19 +269,27 @@ class Reducer:
                 step = self._step
                 if step is None or self.phase is not Phase.REDUCING:
                     step = self._begin_at_gradient(indices)
+                    if step is not None and step.home.keeps_gradients:
+                        self._inbox[:0] = indices
+                        continue  # they may wait, now that it is known what for
                 if step is None:
                     return
                 self._take(step, indices)
 
     def _may_wait(self) -> bool:
-        """Leave gradients in the inbox until a bucket can be full, where waiting costs nothing."""
+        """Leave gradients in the inbox for now ([Note: gradients in a context])."""
         step, started = self._step, self.flight.started
         if step is None or self.phase is not Phase.REDUCING or not step.home.keeps_gradients:
             return False
-        if started < len(self.buckets) and len(self._inbox) < self.buckets[started].pending:
-            self._inbox.due = self.buckets[started].pending
-            return True
-        return False
+        if started == len(self.buckets):
+            return False
+        bucket = self.buckets[started]
+        is_late = bucket is self.buckets[-1] and bucket.spec.nbytes <= LATE_BYTES
+        wanted = UNKNOWN_ARRIVALS if is_late else bucket.pending
+        if len(self._inbox) >= wanted:
+            return False
+        self._inbox.due = wanted
+        return True
 
     def _begin_at_gradient(self, indices: Sequence[int]) -> Step | None:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
