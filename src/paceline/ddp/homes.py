@@ -131,8 +131,8 @@ class LocalHome:
 class ContextHome:
     """Gradients in a distributed autograd context, which ``DistributedOptimizer`` reads.
 
-    The context's tensors cannot be replaced, only written to; and a parameter that this rank did
-    not use has none there, so its average stays invisible on this rank.
+    The context's tensors cannot be replaced, only written to. A parameter that this rank did not
+    use has one because it was attached to the output (attach.py).
 
     To ask the context means to convert all its gradients to Python: it is asked when gradients have
     arrived, and what it said last holds until the results are shown, at the end of the step.

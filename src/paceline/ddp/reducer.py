@@ -49,6 +49,7 @@ from paceline.buckets import (
 )
 from paceline.config import GradientViews, MissingGradients, NonFinite, ReducePolicy
 from paceline.ddp.arrivals import Arrivals
+from paceline.ddp.attach import attach_unreached
 from paceline.ddp.control import ControlBlock, ControlLayout, Flag
 from paceline.ddp.diagnosis import autograd_grad_error
 from paceline.ddp.filler import BATCH_SLOTS, Filler
@@ -75,7 +76,7 @@ UNKNOWN_ARRIVALS = 1 << 30
 """Expected arrivals while a static graph is being learnt: more than ever come."""
 
 LATE_BYTES = 1 << 20
-"""A last bucket up to this size is reduced in a fraction of the time that a call to a server takes."""
+"""A last bucket up to this size is reduced in a fraction of the time of a call to a server."""
 
 
 class Reducer:
@@ -231,12 +232,16 @@ class Reducer:
         if any(accumulate_node(self.parameters[index]) is not nodes[index] for index in suspects):
             self.retap()
 
-    def arm(self, output: Any) -> None:
-        """Expect a backward through ``output``."""
+    def arm(self, output: Any) -> Any:
+        """Expect a backward through the output that is returned."""
         self._context_id = current_context_id()
+        if self._context_id is not None and self.policy.tracks_unused:
+            sparse = [spec.sparse for spec in self.specs]
+            output = attach_unreached(output, self.parameters, self.taps.nodes, sparse)
         if self.phase is Phase.IDLE:
             self.phase = Phase.ARMED
         tap_outputs(find_tensors(output), self._nodes, self)
+        return output
 
     def disarm(self) -> None:
         """A forward has run that is not synchronised: gradients that come next are local."""

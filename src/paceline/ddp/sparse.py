@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from paceline.buckets import Bucket, Slot
+from paceline.buckets import Bucket, ParameterSpec
 from paceline.types import Reduction, Transport
 
 
-def empty_sparse(slot: Slot) -> torch.Tensor:
+def empty_sparse(like: torch.Tensor | ParameterSpec) -> torch.Tensor:
     """Return a sparse gradient without any row, for a rank that has none."""
-    shape = slot.spec.shape
     return torch.sparse_coo_tensor(
         torch.empty(1, 0, dtype=torch.int64),
-        torch.empty(0, *shape[1:], dtype=slot.spec.dtype),
-        shape,
-        device=slot.spec.device,
+        torch.empty(0, *like.shape[1:], dtype=like.dtype),
+        like.shape,
+        device=like.device,
         is_coalesced=True,
         check_invariants=False,
     )
@@ -26,7 +25,7 @@ def collect_sparse(bucket: Bucket, gradient: torch.Tensor | None, factor: float)
     slot = bucket.slots[0]
     slot.had_gradient = gradient is not None
     if gradient is None or factor == 0:
-        bucket.sparse_gradient = empty_sparse(slot)
+        bucket.sparse_gradient = empty_sparse(slot.spec)
         return
     if not gradient.is_sparse:
         raise TypeError(

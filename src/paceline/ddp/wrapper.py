@@ -341,7 +341,7 @@ class DistributedDataParallel(TorchSurface):
             syncs = self._will_sync()
             self.require_forward_param_sync = syncs
             if syncs and self._runs_own_parameters:
-                self.reducer.arm(output)
+                output = self.reducer.arm(output)
             elif torch.is_grad_enabled():
                 self.reducer.disarm()
             if self._swap is not None and not syncs:
