@@ -188,7 +188,15 @@ def cast_inputs(
 
 
 def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients in a distributed autograd context: its own tensors, not copies."""
+    """The gradients in a distributed autograd context: its own tensors, not copies.
+
+    Empty if the context has ended: a step whose backward raised is completed after that, for the
+    sake of the other ranks.
+    """
+    try:
+        dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return {}
     return dict(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
 
 

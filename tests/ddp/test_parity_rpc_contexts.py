@@ -256,3 +256,44 @@ def test_an_exception_in_a_remote_function(function: Any) -> None:
             check_step(step)
 
     run_ranks(2, with_rpc, check)
+
+
+class Through(nn.Module):
+    """Two layers with a remote function between them, which may fail in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, fails: bool, other: str | None = None) -> Tensor:
+        x = self.first(x)
+        x = rpc.rpc_sync(other, remote_backward, args=(x, fails)) if other else x.square()
+        return self.second(x)
+
+
+def test_an_exception_in_the_middle_of_a_step() -> None:
+    """Rank 0's backward fails when half of the gradients are there: rank 1 is told, both go on."""
+
+    def check() -> None:
+        rank = dist.get_rank()
+        other = f"rank{1 - rank}"
+        ddp = DDP(seeded(Through))
+
+        def loss(step: int, fails: bool = False) -> Tensor:
+            return ddp(batch(step), fails, other).square().mean()
+
+        def check_step(step: int) -> None:
+            expected = reference_gradients(
+                ddp, lambda m, r, s=step: m(batch(s, r), False).square().mean()
+            )
+            assert_close(in_context(ddp, lambda: loss(step)), expected)
+
+        check_step(0)
+        with pytest.raises(RuntimeError) as raised:
+            in_context(ddp, lambda: loss(1, fails=rank == 0))
+            in_context(ddp, lambda: loss(1))
+        assert ("in backward" if rank == 0 else "rank 0") in str(raised.value)
+        for step in (2, 3):
+            check_step(step)
+
+    run_ranks(2, with_rpc, check)
