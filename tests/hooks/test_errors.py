@@ -130,10 +130,10 @@ class TestWrongResult:
 
 
 @pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["paceline", "torch"])
-def test_an_error_on_a_lane_is_raised_by_backward(wrap: Any) -> None:
+def test_an_error_on_a_conveyor_is_raised_by_backward(wrap: Any) -> None:
     """And the next bucket says that the order is lost, instead of hanging or mixing up numbers."""
 
-    class Failing(hooks.LaneState):
+    class Failing(hooks.ConveyorState):
         ROUNDS = 1
         NAME = "failing_hook"
 

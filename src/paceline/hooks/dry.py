@@ -16,7 +16,7 @@ from paceline.hooks.counting import CountingGroup
 from paceline.hooks.interface import TensorFuture
 from paceline.hooks.layout import BucketView, ParameterBook
 from paceline.hooks.registry import NAMES
-from paceline.hooks.state import LaneState
+from paceline.hooks.state import ConveyorState
 
 BUCKET_NUMEL = 25 * 1024 * 1024 // 4
 _SAMPLE_NUMEL = 2 * BUCKET_NUMEL  # more than this is extrapolated
@@ -82,7 +82,7 @@ def measure(
 
 
 def _run(name: str, state: Any, bucket: DryBucket) -> None:
-    if isinstance(state, LaneState):
+    if isinstance(state, ConveyorState):
         view = BucketView.of(bucket, _book(state))
         for start in state.rounds(view, 1_000_000):
             start(state.group)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.hooks.codecs import Codec, Fp8Codec, Int8Codec, SignCodec
+from paceline.hooks.conveyor import Rounds
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -32,15 +33,14 @@ from paceline.hooks.interface import (
     start_all_gather,
     start_all_to_all,
 )
-from paceline.hooks.lane import Rounds
 from paceline.hooks.layout import BucketView
-from paceline.hooks.state import LaneState, plain_rounds
+from paceline.hooks.state import ConveyorState, plain_rounds
 
 WIRES = ("int8", "e4m3", "e5m2", "sign")
 ERROR = "error"
 
 
-class QuantizedState(LaneState):
+class QuantizedState(ConveyorState):
     """Settings and memory of :func:`quantized_hook`.
 
     Args:
@@ -205,7 +205,7 @@ class _Cut:
 class _Scratch:
     """Byte buffers that go from bucket to bucket: fresh memory costs more than what is done in it.
 
-    Only the lane's thread takes and gives.
+    Only the conveyor's thread takes and gives.
     """
 
     def __init__(self) -> None:

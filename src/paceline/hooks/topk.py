@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
+from paceline.hooks.conveyor import Rounds
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -25,9 +26,8 @@ from paceline.hooks.interface import (
     start_all_gather,
     start_all_reduce,
 )
-from paceline.hooks.lane import Rounds
 from paceline.hooks.layout import BucketView
-from paceline.hooks.state import LaneState
+from paceline.hooks.state import ConveyorState
 
 RESIDUAL, VELOCITY = "residual", "velocity"
 
@@ -37,7 +37,7 @@ _CHUNK = 1 << 16
 _SLACK = 1.25  # how many times k a threshold is aimed at
 
 
-class TopKState(LaneState):
+class TopKState(ConveyorState):
     """Settings and memory of :func:`topk_hook`.
 
     Args:
