@@ -107,6 +107,40 @@ def test_mean_of_all_ranks(name: str, world: int) -> None:
     assert name not in wrong_in_world(world), wrong_in_world(world)[name]
 
 
+LARGE = ("allreduce", "bf16", "int8", "e4m3", "e5m2", "sign", "topk 10 %", "topk, all")
+
+
+def test_large_values_on_every_rank() -> None:
+    """A mean is in range if its parts are: no sum of all ranks or of a block may overflow."""
+
+    def on_rank() -> None:
+        numel = 2000
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        values = 3e38 * (0.75 + 0.25 * torch.rand(numel, generator=generator))
+        for name in LARGE:
+            result = reduce_once(CASES[name], values.clone(), [torch.zeros(numel)])
+            assert torch.isfinite(result).all(), name
+        state, hook = CASES["powersgd"].make()  # what it does not compress
+        result = hook(state, Bucket(values.clone(), [torch.zeros(numel)])).wait()
+        assert torch.isfinite(result).all()
+
+    run_ranks(3, on_rank)
+
+
+def test_nothing_to_reduce() -> None:
+    """Parameters without elements, alone in a bucket or beside others."""
+
+    def on_rank() -> None:
+        for name, case in CASES.items():
+            for shapes in ([(0,)], [(0, 4), (3,)]):
+                parameters = [torch.zeros(shape) for shape in shapes]
+                numel = sum(p.numel() for p in parameters)
+                result = reduce_once(case, torch.ones(numel), parameters)
+                assert result.numel() == numel, name
+
+    run_ranks(2, on_rank)
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.takes_complex])
 def test_complex(name: str) -> None:
     def on_rank() -> None:

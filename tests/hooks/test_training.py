@@ -176,6 +176,37 @@ def test_two_models_and_a_subgroup() -> None:
     run_ranks(4, on_rank)
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_registered_by_name_a_hook_reduces_over_the_group_of_its_wrapper(wrapper: str) -> None:
+    def on_rank() -> None:
+        pairs, _ = dist.new_subgroups(group_size=2)
+        base = dist.get_rank() // 2 * 2
+        for name, (_, limit) in NAMES.items():
+            model = registered(WRAPPERS[wrapper], name, process_group=pairs)
+            model(batch(0, dist.get_rank())).square().mean().backward()
+            plain = net()
+            for rank in (base, base + 1):
+                (plain(batch(0, rank)).square().mean() / 2).backward()
+            assert_near(gradient(model), gradient(plain), limit, name)
+
+    run_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_allreduce_hook_takes_sparse_gradients(wrapper: str) -> None:
+    """It is what the error of the other hooks recommends."""
+
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        model = WRAPPERS[wrapper](nn.Embedding(6, 2, sparse=True))
+        hooks.register(model, "allreduce")
+        model(torch.tensor([dist.get_rank(), 5])).sum().backward()
+        expected = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 1.0]).unsqueeze(1).expand(6, 2)
+        assert torch.equal(model.module.weight.grad.to_dense(), expected)
+
+    run_ranks(2, on_rank)
+
+
 def test_torchs_stateful_hooks_on_our_wrapper_and_ours_on_torchs_agree() -> None:
     """One state class, both wrappers: the same bits, because the buckets are the same."""
 

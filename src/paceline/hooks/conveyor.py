@@ -163,8 +163,9 @@ class _Worker:
             # Peers may have started what this rank did not: from here on, the order is lost.
             self.broken = ConveyorBrokenError(
                 f"an earlier bucket failed ({job.what}: {type(error).__name__}: {error}), so this "
-                "rank and its peers are no longer in the same collective. Register a hook with a "
-                "new state on every rank, or start again from the latest checkpoint.",
+                "rank and its peers are no longer in the same collective. Wrap the model anew on "
+                "every rank, with a new state of the hook, or start again from the latest "
+                "checkpoint.",
                 operation=job.what,
             )
             job.fail(error)

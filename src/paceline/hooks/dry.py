@@ -23,13 +23,14 @@ _SAMPLE_NUMEL = 2 * BUCKET_NUMEL  # more than this is extrapolated
 
 
 class DryBucket:
-    """A bucket of parameters, with random gradients."""
+    """A bucket of parameters of one dtype, with random gradients."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], index: int) -> None:
         self._parameters = list(parameters)
         self._index = index
         numel = sum(p.numel() for p in parameters)
-        self._buffer = torch.randn(numel, generator=torch.Generator().manual_seed(index))
+        generator = torch.Generator().manual_seed(index)
+        self._buffer = torch.randn(numel, generator=generator, dtype=parameters[0].dtype)
 
     def index(self) -> int:
         """Its place."""
@@ -64,6 +65,20 @@ def measure(
     parameters: Sequence[torch.Tensor], name: str, options: dict[str, Any], world: int
 ) -> tuple[int, float]:
     """Return the bytes that a rank would send for one step, and the seconds it would compute.
+
+    Wrappers have buckets of their own for each dtype, and so has this.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    costs = [_measure_same(same, name, options, world) for same in by_dtype.values()]
+    return sum(sent for sent, _ in costs), sum(seconds for _, seconds in costs)
+
+
+def _measure_same(
+    parameters: Sequence[torch.Tensor], name: str, options: dict[str, Any], world: int
+) -> tuple[int, float]:
+    """Measure parameters of one dtype.
 
     The second of two rounds counts: in the first, memory is allocated.
     """

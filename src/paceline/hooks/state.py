@@ -73,6 +73,11 @@ class ConveyorState(abc.ABC):
         Runs on the conveyor's thread, up to each collective that it yields.
         """
 
+    @property
+    def first_step(self) -> int:
+        """The first step that :meth:`rounds` is for; those before it are a plain all-reduce."""
+        return 0
+
     # --- running -------------------------------------------------------------------------------
 
     def run(self, bucket: HookBucket) -> TensorFuture:
@@ -111,7 +116,9 @@ class ConveyorState(abc.ABC):
             self._conveyor = conveyor_of(self.group, self.ROUNDS)
         self._layouts[view.index :] = [view.numbers]
         what = f"{self.NAME} of bucket {view.index}"
-        return self._conveyor.submit(what, self.rounds(view, self.step))
+        is_plain = self.step < self.first_step
+        rounds = _plain_rounds(view, self.group) if is_plain else self.rounds(view, self.step)
+        return self._conveyor.submit(what, rounds)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -136,6 +143,9 @@ class ConveyorState(abc.ABC):
             ConfigurationError: It belongs to another hook, rank or number of ranks.
         """
         self._check_saved(state)
+        self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
         self._layouts = [tuple(numbers) for numbers in state["layouts"]]
         self._saved_layouts = list(self._layouts)
@@ -170,7 +180,8 @@ class ConveyorState(abc.ABC):
         ConveyorState.__init__(self)
         self.__dict__.update(pickled["settings"])
         self._after_unpickling()
-        self.load_state_dict(pickled["state"])
+        # Not checked: the group is not pickled, so which rank this is will be known later.
+        self._restore(pickled["state"])
 
     def _after_unpickling(self) -> None:  # noqa: B027 - most have nothing to do
         """Make again what is not pickled."""
@@ -187,7 +198,7 @@ _NOT_PICKLED = {
 }
 
 
-def plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
+def _plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
     """Reduce a bucket without compression."""
     view.values.div_(group.size())
     yield lambda on: start_all_reduce(view.values, on)
