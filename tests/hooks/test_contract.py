@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import traceback
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from paceline.testing import run_ranks
 from tests.hooks.cases import CASES, EPS, Bucket, Case
+from tests.hooks.together import run_together
 
 WORLDS = (2, 3, 4)
 SHAPES = {
@@ -80,25 +80,15 @@ def check(case: Case, kind: str, name: str, dtype: torch.dtype) -> None:
     assert_same_bits(result, what)
 
 
-def check_all() -> dict[str, str]:
-    """Return what was wrong, by hook. All in one set of processes: to start them takes longer."""
-    wrong = {}
-    for name, case in CASES.items():
-        try:
-            for dtype, shapes in BUCKETS:
-                for kind in KINDS:
-                    check(case, kind, shapes, dtype)
-        except AssertionError:
-            wrong[name] = traceback.format_exc()
-    return wrong
+def check_buckets(name: str) -> None:
+    for dtype, shapes in BUCKETS:
+        for kind in KINDS:
+            check(CASES[name], kind, shapes, dtype)
 
 
 @functools.cache
 def wrong_in_world(world: int) -> dict[str, str]:
-    merged: dict[str, str] = {}
-    for rank, wrong in enumerate(run_ranks(world, check_all, timeout_s=100)):
-        merged |= {name: f"rank {rank}: {text}" for name, text in wrong.items()}
-    return merged
+    return run_together(world, check_buckets, list(CASES))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -141,51 +131,67 @@ def test_nothing_to_reduce() -> None:
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.takes_complex])
+COMPLEX = [name for name, case in CASES.items() if case.takes_complex]
+
+
+def check_complex(name: str) -> None:
+    case = CASES[name]
+    numel = 600
+    generators = [torch.Generator().manual_seed(r) for r in range(dist.get_world_size())]
+    values = [torch.randn(numel, generator=g, dtype=torch.complex64) for g in generators]
+    everybody = torch.stack([torch.view_as_real(v).reshape(-1) for v in values]).double()
+    result = reduce_once(
+        case, values[dist.get_rank()].clone(), [torch.zeros(20, 30, dtype=torch.complex64)]
+    )
+    assert result.dtype == torch.complex64
+    error = (torch.view_as_real(result).reshape(-1).double() - everybody.mean(dim=0)).abs()
+    assert (error <= case.bound(everybody) + 1e-6).all()
+    assert_same_bits(result, name)
+
+
+@functools.cache
+def wrong_when_complex() -> dict[str, str]:
+    return run_together(2, check_complex, COMPLEX)
+
+
+@pytest.mark.parametrize("name", COMPLEX)
 def test_complex(name: str) -> None:
-    def on_rank() -> None:
-        case = CASES[name]
-        numel = 600
-        generators = [torch.Generator().manual_seed(r) for r in range(dist.get_world_size())]
-        values = [torch.randn(numel, generator=g, dtype=torch.complex64) for g in generators]
-        everybody = torch.stack([torch.view_as_real(v).reshape(-1) for v in values]).double()
-        result = reduce_once(
-            case, values[dist.get_rank()].clone(), [torch.zeros(20, 30, dtype=torch.complex64)]
-        )
-        assert result.dtype == torch.complex64
-        error = (torch.view_as_real(result).reshape(-1).double() - everybody.mean(dim=0)).abs()
-        assert (error <= case.bound(everybody) + 1e-6).all()
-        assert_same_bits(result, name)
-
-    run_ranks(2, on_rank)
+    assert name not in wrong_when_complex(), wrong_when_complex()[name]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.feedback])
+FEEDBACK = [name for name, case in CASES.items() if case.feedback]
+
+
+def check_drift(name: str) -> None:
+    case = CASES[name]
+    state, hook = case.make()
+    parameters = [torch.zeros(24, 20), torch.zeros(24)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    drift = torch.zeros(504, dtype=torch.float64)
+    distances = []
+    for step in range(3 * case.settles):
+        generator = torch.Generator().manual_seed(step)
+        # With a mean: what is always left out would add up.
+        values = 0.3 + torch.randn(world, 504, generator=generator)
+        buffer = values[rank].clone()
+        hook(state, Bucket(buffer, parameters)).wait()
+        drift += buffer.double() - values.double().mean(dim=0)
+        distances.append(drift.norm().item())
+    third = case.settles
+    early, late = max(distances[:third]), max(distances[2 * third :])
+    assert late <= 1.5 * early + 1e-4, f"{early} grew to {late}"
+    assert late < 0.6 * math.sqrt(504) * 0.3 * 3 * third
+
+
+@functools.cache
+def wrong_drift() -> dict[str, str]:
+    return run_together(3, check_drift, FEEDBACK)
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
 def test_errors_do_not_accumulate(name: str) -> None:
     """The running sum of what comes out follows the running sum of the true means."""
-
-    def on_rank() -> tuple[list[float], float]:
-        case = CASES[name]
-        state, hook = case.make()
-        parameters = [torch.zeros(24, 20), torch.zeros(24)]
-        world, rank = dist.get_world_size(), dist.get_rank()
-        drift = torch.zeros(504, dtype=torch.float64)
-        distances = []
-        for step in range(3 * case.settles):
-            generator = torch.Generator().manual_seed(step)
-            # With a mean: what is always left out would add up.
-            values = 0.3 + torch.randn(world, 504, generator=generator)
-            buffer = values[rank].clone()
-            hook(state, Bucket(buffer, parameters)).wait()
-            drift += buffer.double() - values.double().mean(dim=0)
-            distances.append(drift.norm().item())
-        return distances, math.sqrt(504) * 0.3 * 3 * case.settles
-
-    for distances, total in run_ranks(3, on_rank):
-        third = len(distances) // 3
-        early, late = max(distances[:third]), max(distances[2 * third :])
-        assert late <= 1.5 * early + 1e-4, f"{early} grew to {late}"
-        assert late < 0.6 * total
+    assert name not in wrong_drift(), wrong_drift()[name]
 
 
 def test_without_feedback_errors_accumulate() -> None:
