@@ -151,7 +151,7 @@ LATE: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
 }
 MODES = ("plain", "no_sync", "weighted", "join", "views")
-LATE_STEPS = 24
+LATE_STEPS = 16
 WEIGHTS = [1.0, 6.0]
 LOUD = [5.0, 1.0]  # what losses are multiplied by: so that ranks differ
 
@@ -193,7 +193,7 @@ def check_late(name: str) -> None:
     found = {mode: late_total(name, mode) for mode in MODES}  # all of it before anything can fail
     for mode in MODES:
         if mode != "join" or dist.get_rank() == 1:
-            assert_near(found[mode], expected[mode], 0.15, (name, mode))
+            assert_near(found[mode], expected[mode], 0.2, (name, mode))
     # The limit can fail: other modes are farther away than that.
     for other in ("no_sync", "weighted", "join"):
         distance = (expected[other] - expected["plain"]).norm() / expected["plain"].norm()
