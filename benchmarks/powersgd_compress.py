@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
@@ -22,16 +21,6 @@ from benchmarks import command, malloc, workloads
 from paceline import hooks
 from paceline.hooks.dry import DryBucket
 from paceline.testing import run_ranks
-
-
-class Bucket(DryBucket):
-    """A bucket that torch's hook takes too."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Every parameter's part of the buffer."""
-        sizes = [p.numel() for p in self.parameters()]
-        parts = zip(self.buffer().split(sizes), self.parameters(), strict=True)
-        return [part.view(p.shape) for part, p in parts]
 
 
 def run_rank(workload: str, rank: int, rounds: int) -> dict[str, list[float]]:
@@ -46,7 +35,7 @@ def run_rank(workload: str, rank: int, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in pairs}
     for turn in range(rounds + 4):  # two without compression, two to get warm
         for name, (state, hook) in pairs.items():
-            bucket = Bucket(parameters, 0)
+            bucket = DryBucket(parameters, 0)
             start_s = time.perf_counter()
             hook(state, bucket).wait()
             if turn >= 4:

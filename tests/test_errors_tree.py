@@ -33,7 +33,7 @@ TREE = {
     "GradientMismatchError": ("StepError", "RuntimeError"),
     "HookResultError": ("StepError", "TypeError"),
     "HookInputError": ("StepError", "TypeError"),
-    "LaneBrokenError": ("StepError", "RuntimeError"),
+    "ConveyorBrokenError": ("StepError", "RuntimeError"),
     "AutogradGradError": ("StepError", "RuntimeError"),
     "PeerFailedError": ("StepError", "RuntimeError"),
     "DesynchronizedError": ("StepError", "RuntimeError"),

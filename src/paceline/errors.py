@@ -21,7 +21,7 @@ PacelineError
 │   ├── GradientMismatchError                a gradient's dtype or layout is not the bucket's
 │   ├── HookResultError (TypeError)          a communication hook failed
 │   ├── HookInputError (TypeError)           a hook cannot work on gradients of this kind
-│   ├── LaneBrokenError                      an earlier bucket of this hook failed
+│   ├── ConveyorBrokenError                  an earlier bucket of this hook failed
 │   ├── AutogradGradError                    torch.autograd.grad took gradients away
 │   ├── PeerFailedError                      another rank's backward raised before it was done
 │   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
@@ -157,7 +157,7 @@ class HookInputError(StepError, TypeError):
     """A communication hook was given gradients that it cannot work on."""
 
 
-class LaneBrokenError(StepError):
+class ConveyorBrokenError(StepError):
     """An earlier bucket of this hook failed, and ranks are in different collectives since."""
 
 

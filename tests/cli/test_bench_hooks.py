@@ -51,6 +51,10 @@ def test_winners() -> None:
     [
         (["--ranks", "1"], "nothing is sent by less than 2 ranks"),
         (["--steps", "0"], "at least 1 step"),
+        (["--model", "nothing:there"], "--model nothing:there: No module named 'nothing'"),
+        (["--model", "nothing"], "write mlp, transformer, small, or MODULE:FUNCTION"),
+        (["--plot", "no/such/directory/x.png"], "there is no directory no/such/directory"),
+        (["--plot", "x.nonsense"], "cannot be drawn as .nonsense"),
         (["--hooks", "int4"], "no hook 'int4' to measure; there are: allreduce"),
     ],
 )

@@ -35,6 +35,15 @@ def test_bytes_are_those_of_the_wire() -> None:
         assert sent["int8"] / sent["allreduce"] < 0.27
 
 
+def test_bytes_are_those_of_the_parameters_dtype() -> None:
+    half = net().bfloat16()
+    half.append(nn.Linear(700, 700))
+    sent = {cost.name: cost.sent_bytes for cost in hooks.choose(half, "1gbit").costs}
+    numel = 700 * 701
+    assert sent["allreduce"] == pytest.approx((2 + 2 + 4) * numel, rel=0.001)
+    assert sent["bf16"] == pytest.approx((2 + 2 + 2) * numel, rel=0.001)
+
+
 def test_the_choice_is_the_fastest_of_its_table() -> None:
     choice = hooks.choose(net(), "100mbit", lossy=True)
     seconds = {cost.name: cost.seconds(1e8) for cost in choice.costs}
@@ -76,6 +85,12 @@ def test_links(text: str | float, bits: float) -> None:
 def test_bad_links(link: str | float) -> None:
     with pytest.raises(ConfigurationError, match="100mbit"):
         hooks.choose(net(), link)
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_bad_world(world: int) -> None:
+    with pytest.raises(ConfigurationError, match="at least 1 rank"):
+        hooks.choose(net(), world=world)
 
 
 def test_nothing_to_train() -> None:

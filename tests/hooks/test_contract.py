@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import traceback
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from paceline.testing import run_ranks
 from tests.hooks.cases import CASES, EPS, Bucket, Case
+from tests.hooks.together import run_together
 
 WORLDS = (2, 3, 4)
 SHAPES = {
@@ -80,25 +80,15 @@ def check(case: Case, kind: str, name: str, dtype: torch.dtype) -> None:
     assert_same_bits(result, what)
 
 
-def check_all() -> dict[str, str]:
-    """Return what was wrong, by hook. All in one set of processes: to start them takes longer."""
-    wrong = {}
-    for name, case in CASES.items():
-        try:
-            for dtype, shapes in BUCKETS:
-                for kind in KINDS:
-                    check(case, kind, shapes, dtype)
-        except AssertionError:
-            wrong[name] = traceback.format_exc()
-    return wrong
+def check_buckets(name: str) -> None:
+    for dtype, shapes in BUCKETS:
+        for kind in KINDS:
+            check(CASES[name], kind, shapes, dtype)
 
 
 @functools.cache
 def wrong_in_world(world: int) -> dict[str, str]:
-    merged: dict[str, str] = {}
-    for rank, wrong in enumerate(run_ranks(world, check_all, timeout_s=100)):
-        merged |= {name: f"rank {rank}: {text}" for name, text in wrong.items()}
-    return merged
+    return run_together(world, check_buckets, list(CASES))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -107,51 +97,101 @@ def test_mean_of_all_ranks(name: str, world: int) -> None:
     assert name not in wrong_in_world(world), wrong_in_world(world)[name]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.takes_complex])
-def test_complex(name: str) -> None:
+LARGE = ("allreduce", "bf16", "int8", "e4m3", "e5m2", "sign", "topk 10 %", "topk, all")
+
+
+def test_large_values_on_every_rank() -> None:
+    """A mean is in range if its parts are: no sum of all ranks or of a block may overflow."""
+
     def on_rank() -> None:
-        case = CASES[name]
-        numel = 600
-        generators = [torch.Generator().manual_seed(r) for r in range(dist.get_world_size())]
-        values = [torch.randn(numel, generator=g, dtype=torch.complex64) for g in generators]
-        everybody = torch.stack([torch.view_as_real(v).reshape(-1) for v in values]).double()
-        result = reduce_once(
-            case, values[dist.get_rank()].clone(), [torch.zeros(20, 30, dtype=torch.complex64)]
-        )
-        assert result.dtype == torch.complex64
-        error = (torch.view_as_real(result).reshape(-1).double() - everybody.mean(dim=0)).abs()
-        assert (error <= case.bound(everybody) + 1e-6).all()
-        assert_same_bits(result, name)
+        numel = 2000
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        values = 3e38 * (0.75 + 0.25 * torch.rand(numel, generator=generator))
+        for name in LARGE:
+            result = reduce_once(CASES[name], values.clone(), [torch.zeros(numel)])
+            assert torch.isfinite(result).all(), name
+        state, hook = CASES["powersgd"].make()  # what it does not compress
+        result = hook(state, Bucket(values.clone(), [torch.zeros(numel)])).wait()
+        assert torch.isfinite(result).all()
+
+    run_ranks(3, on_rank)
+
+
+def test_nothing_to_reduce() -> None:
+    """Parameters without elements, alone in a bucket or beside others."""
+
+    def on_rank() -> None:
+        for name, case in CASES.items():
+            for shapes in ([(0,)], [(0, 4), (3,)]):
+                parameters = [torch.zeros(shape) for shape in shapes]
+                numel = sum(p.numel() for p in parameters)
+                result = reduce_once(case, torch.ones(numel), parameters)
+                assert result.numel() == numel, name
 
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.feedback])
+COMPLEX = [name for name, case in CASES.items() if case.takes_complex]
+
+
+def check_complex(name: str) -> None:
+    case = CASES[name]
+    numel = 600
+    generators = [torch.Generator().manual_seed(r) for r in range(dist.get_world_size())]
+    values = [torch.randn(numel, generator=g, dtype=torch.complex64) for g in generators]
+    everybody = torch.stack([torch.view_as_real(v).reshape(-1) for v in values]).double()
+    result = reduce_once(
+        case, values[dist.get_rank()].clone(), [torch.zeros(20, 30, dtype=torch.complex64)]
+    )
+    assert result.dtype == torch.complex64
+    error = (torch.view_as_real(result).reshape(-1).double() - everybody.mean(dim=0)).abs()
+    assert (error <= case.bound(everybody) + 1e-6).all()
+    assert_same_bits(result, name)
+
+
+@functools.cache
+def wrong_when_complex() -> dict[str, str]:
+    return run_together(2, check_complex, COMPLEX)
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex(name: str) -> None:
+    assert name not in wrong_when_complex(), wrong_when_complex()[name]
+
+
+FEEDBACK = [name for name, case in CASES.items() if case.feedback]
+
+
+def check_drift(name: str) -> None:
+    case = CASES[name]
+    state, hook = case.make()
+    parameters = [torch.zeros(24, 20), torch.zeros(24)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    drift = torch.zeros(504, dtype=torch.float64)
+    distances = []
+    for step in range(3 * case.settles):
+        generator = torch.Generator().manual_seed(step)
+        # With a mean: what is always left out would add up.
+        values = 0.3 + torch.randn(world, 504, generator=generator)
+        buffer = values[rank].clone()
+        hook(state, Bucket(buffer, parameters)).wait()
+        drift += buffer.double() - values.double().mean(dim=0)
+        distances.append(drift.norm().item())
+    third = case.settles
+    early, late = max(distances[:third]), max(distances[2 * third :])
+    assert late <= 1.5 * early + 1e-4, f"{early} grew to {late}"
+    assert late < 0.6 * math.sqrt(504) * 0.3 * 3 * third
+
+
+@functools.cache
+def wrong_drift() -> dict[str, str]:
+    return run_together(3, check_drift, FEEDBACK)
+
+
+@pytest.mark.parametrize("name", FEEDBACK)
 def test_errors_do_not_accumulate(name: str) -> None:
     """The running sum of what comes out follows the running sum of the true means."""
-
-    def on_rank() -> tuple[list[float], float]:
-        case = CASES[name]
-        state, hook = case.make()
-        parameters = [torch.zeros(24, 20), torch.zeros(24)]
-        world, rank = dist.get_world_size(), dist.get_rank()
-        drift = torch.zeros(504, dtype=torch.float64)
-        distances = []
-        for step in range(3 * case.settles):
-            generator = torch.Generator().manual_seed(step)
-            # With a mean: what is always left out would add up.
-            values = 0.3 + torch.randn(world, 504, generator=generator)
-            buffer = values[rank].clone()
-            hook(state, Bucket(buffer, parameters)).wait()
-            drift += buffer.double() - values.double().mean(dim=0)
-            distances.append(drift.norm().item())
-        return distances, math.sqrt(504) * 0.3 * 3 * case.settles
-
-    for distances, total in run_ranks(3, on_rank):
-        third = len(distances) // 3
-        early, late = max(distances[:third]), max(distances[2 * third :])
-        assert late <= 1.5 * early + 1e-4, f"{early} grew to {late}"
-        assert late < 0.6 * total
+    assert name not in wrong_drift(), wrong_drift()[name]
 
 
 def test_without_feedback_errors_accumulate() -> None:

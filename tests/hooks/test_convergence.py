@@ -49,10 +49,10 @@ def with_hook(name: str, **options: Any) -> Callable[[], Setup]:
 
 
 def deep_gradient_compression() -> Setup:
+    """The same momentum as plain training and the same rate; but the hook does it."""
     model = DDP(digits_net())
     hooks.register(model, "topk", ratio=0.01, momentum=0.9, warmup_steps=120)
-    # Where a value is sent its momentum is forgotten, so a step goes less far: hence the rate.
-    return model, sgd(model, lr=0.1, momentum=0.0)
+    return model, sgd(model, momentum=0.0)
 
 
 def by_function(hook: Any, state: Any = None) -> Callable[[], Setup]:
@@ -80,15 +80,34 @@ def post_local_sgd() -> Setup:
 
 
 POWER = {"start_powerSGD_iter": 50, "matrix_approximation_rank": 2}
+
+
+def power_state() -> hooks.PowerSGDState:
+    return hooks.PowerSGDState(None, **POWER)
+
+
+def top_k_state() -> hooks.TopKState:
+    return hooks.TopKState(ratio=0.01, warmup_steps=60)
+
+
 SETUPS: dict[str, Callable[[], Setup]] = {
     PLAIN: with_hook(PLAIN),
     "fp16": with_hook("fp16"),
     "bf16": with_hook("bf16"),
     "int8": with_hook("int8"),
+    "int8, stochastic": with_hook("int8", stochastic=True),
+    "int8 in bf16": by_function(
+        hooks.bf16_compress_wrapper(hooks.quantized_hook), hooks.QuantizedState
+    ),
     "e4m3": with_hook("e4m3"),
+    "e5m2": with_hook("e5m2"),
     "sign": with_hook("sign", block=32, start_step=50),
     "powersgd": with_hook("powersgd", **POWER),
     "batched powersgd": with_hook("batched_powersgd", **POWER | {"matrix_approximation_rank": 4}),
+    "powersgd in fp16": by_function(hooks.fp16_compress_wrapper(hooks.powerSGD_hook), power_state),
+    "powersgd in bf16": by_function(hooks.bf16_compress_wrapper(hooks.powerSGD_hook), power_state),
+    "topk in fp16": by_function(hooks.fp16_compress_wrapper(hooks.topk_hook), top_k_state),
+    "topk in bf16": by_function(hooks.bf16_compress_wrapper(hooks.topk_hook), top_k_state),
     "topk 1 %": with_hook("topk", ratio=0.01, warmup_steps=60),
     "deep gradient compression": deep_gradient_compression,
     "quantise per tensor": by_function(hooks.quantization_pertensor_hook),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import os
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -37,15 +42,37 @@ class TestUnknownHook:
             hooks.register_ddp_comm_hook(kind, None)  # type: ignore[arg-type]
 
 
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("fp16", "hook 'fp16' does not take ratio=0.5; it takes no options"),
+            ("int8", "hook 'int8' does not take ratio=0.5; it takes: block, stochastic, error_"),
+            ("powersgd", "'powersgd' does not take ratio=0.5; it takes: matrix_approximation_rank"),
+            ("diloco", "hook 'diloco' does not take ratio=0.5; it takes: start_step"),
+        ],
+    )
+    def test_unknown(self, name: str, text: str) -> None:
+        with pytest.raises(ConfigurationError, match=text):
+            hooks.register(None, name, ratio=0.5)  # type: ignore[arg-type]
+
+    def test_what_the_name_says_already(self) -> None:
+        with pytest.raises(ConfigurationError, match="hook 'int8' does not take wire='sign'"):
+            hooks.register(None, "int8", wire="sign")  # type: ignore[arg-type]
+
+    def test_channels_of_no_values(self) -> None:
+        bucket = Bucket(torch.ones(4), [torch.zeros(4)])
+        with pytest.raises(ConfigurationError, match="bucket_size is an int above 0, not 0"):
+            hooks.quantization_perchannel_hook(None, bucket, bucket_size=0)
+
+
 class TestWrongKindOfGradient:
     @pytest.mark.parametrize("name", COMPRESSING)
     def test_integers(self, name: str) -> None:
-        def on_rank() -> None:
-            state, hook = CASES[name].make()
-            with pytest.raises(HookInputError, match="bucket 0 is int32"):
-                hook(state, Bucket(torch.ones(4, dtype=torch.int32), [torch.zeros(4)]))
-
-        run_ranks(1, on_rank)
+        """Refused before a group is asked for, so this needs none."""
+        state, hook = CASES[name].make()
+        with pytest.raises(HookInputError, match="bucket 0 is int32"):
+            hook(state, Bucket(torch.ones(4, dtype=torch.int32), [torch.zeros(4)]))
 
     def test_sparse_names_hook_and_shape(self) -> None:
         def on_rank() -> None:
@@ -128,12 +155,25 @@ class TestWrongResult:
 
         run_ranks(1, on_rank)
 
+    @pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["paceline", "torch"])
+    def test_inside_a_wrapper_for_16_bits(self, wrap: Any) -> None:
+        def tensor_hook(state, bucket):  # type: ignore[no-untyped-def]
+            return bucket.buffer()
+
+        def on_rank() -> None:
+            model = wrap(nn.Linear(3, 3))
+            model.register_comm_hook(None, hooks.fp16_compress_wrapper(tensor_hook))
+            with pytest.raises(RuntimeError, match=r"tensor_hook returned Tensor instead of"):
+                model(torch.ones(1, 3)).sum().backward()
+
+        run_ranks(1, on_rank)
+
 
 @pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["paceline", "torch"])
-def test_an_error_on_a_lane_is_raised_by_backward(wrap: Any) -> None:
+def test_an_error_on_a_conveyor_is_raised_by_backward(wrap: Any) -> None:
     """And the next bucket says that the order is lost, instead of hanging or mixing up numbers."""
 
-    class Failing(hooks.LaneState):
+    class Failing(hooks.ConveyorState):
         ROUNDS = 1
         NAME = "failing_hook"
 
@@ -150,8 +190,59 @@ def test_an_error_on_a_lane_is_raised_by_backward(wrap: Any) -> None:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no way with bucket 0"):
                 model(torch.ones(1, 8)).sum().backward()
+        # What the error says helps: a new wrapper with a new state.
+        again = wrap(nn.Linear(8, 8))
+        hooks.register(again, "int8")
+        again(torch.ones(1, 8)).sum().backward()
+        assert torch.isfinite(again.module.weight.grad).all()
 
     run_ranks(2, on_rank)
+
+
+@pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["paceline", "torch"])
+def test_a_rank_that_does_not_come_ends_the_step_in_time(wrap: Any) -> None:
+    """The rounds of a hook have the time-out of the group, and nothing waits beyond it."""
+
+    def on_rank() -> tuple[float, str]:
+        dist.init_process_group(
+            "gloo",
+            init_method=os.environ["PACELINE_TEST_INIT_METHOD"],
+            rank=int(os.environ["RANK"]),
+            world_size=2,
+            timeout=timedelta(seconds=2),
+        )
+        model = wrap(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), bucket_cap_mb=0.0003)
+        hooks.register(model, "int8")
+        model(torch.ones(1, 8)).sum().backward()
+        began_s, text = time.monotonic(), ""
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError) as caught:
+                model(torch.ones(1, 8)).sum().backward()
+            text = str(caught.value)
+        else:
+            time.sleep(6)
+        return time.monotonic() - began_s, text
+
+    (waited_s, text), _ = run_ranks(2, on_rank, init=False)
+    assert 1.5 < waited_s < 6
+    assert "time" in text.lower() or "deadline" in text
+
+
+def test_no_thread_outlives_model_and_group() -> None:
+    def on_rank() -> None:
+        before = set(threading.enumerate())
+        model = DDP(nn.Linear(8, 8))
+        hooks.register(model, "int8")
+        model(torch.ones(1, 8)).sum().backward()
+        [thread] = set(threading.enumerate()) - before
+        assert thread.name == "paceline-conveyor"
+        del model
+        dist.destroy_process_group()
+        gc.collect()
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+    run_ranks(1, on_rank)
 
 
 class TestSettings:
@@ -166,6 +257,7 @@ class TestSettings:
             (lambda: hooks.TopKState(ratio=1.5), "ratio is above 0"),
             (lambda: hooks.TopKState(warmup_ratio=2.0), "warmup_ratio is above 0"),
             (lambda: hooks.TopKState(momentum=1.0), "momentum is at least 0"),
+            (lambda: hooks.TopKState(momentum_masking=True), "needs a momentum above 0"),
             (lambda: hooks.TopKState(warmup_steps=-1), "warmup_steps is not negative"),
             (lambda: hooks.PowerSGDState(None, matrix_approximation_rank=0), "int above 0"),
         ],

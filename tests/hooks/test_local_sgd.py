@@ -16,6 +16,7 @@ from paceline import DistributedDataParallel as DDP
 from paceline import hooks
 from paceline.errors import ConfigurationError
 from paceline.testing import RanksFailedError, run_ranks
+from tests.hooks.cases import Bucket
 
 WRAPPERS = {"paceline": DDP, "torch": TorchDDP}
 
@@ -129,6 +130,70 @@ def test_diloco_resumes_bit_for_bit() -> None:
     run_ranks(2, on_rank)
 
 
+def test_hook_states_resume_in_the_step_they_were_in() -> None:
+    """Both count steps: a run that is resumed in its warm-up ends it in the same step."""
+
+    def local_steps(state: Any, hook: Any, steps: int) -> list[bool]:
+        found = []
+        for _ in range(steps):
+            mine = torch.full((4,), float(dist.get_rank()))
+            result = hook(state, Bucket(mine, [torch.zeros(4)])).wait()
+            found.append(bool((result == dist.get_rank()).all()))
+        return found
+
+    def on_rank() -> None:
+        alone, _ = dist.new_subgroups(group_size=1)
+        for make, hook in (
+            (lambda: hooks.PostLocalSGDState(None, alone, 3), hooks.post_localSGD_hook),
+            (lambda: hooks.DiLoCoState(start_step=3), hooks.diloco_hook),
+        ):
+            whole = local_steps(make(), hook, 6)
+            assert whole == [False, False, False, True, True, True]
+            first, second = make(), make()
+            begun = local_steps(first, hook, 2)
+            second.load_state_dict(first.state_dict())
+            assert begun + local_steps(second, hook, 4) == whole
+
+    run_ranks(2, on_rank)
+
+
+def test_schedulers_take_both_optimizers() -> None:
+    def on_rank() -> None:
+        for wrap in (
+            lambda inner: hooks.DiLoCoOptimizer(inner, period=2),
+            lambda inner: hooks.PostLocalSGDOptimizer(inner, hooks.PeriodicModelAverager(2)),
+        ):
+            inner = torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9)
+            optimizer = wrap(inner)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+            rates = []
+            for _ in range(3):
+                optimizer.step()
+                schedule.step()
+                rates.append(inner.param_groups[0]["lr"])
+            assert len(set(rates)) == 3
+
+    run_ranks(1, on_rank)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_stay_local_only_without_broadcast(broadcast: bool) -> None:
+    def on_rank() -> Tensor:
+        torch.manual_seed(0)
+        model = DDP(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), forward_sync_buffers=broadcast
+        )
+        hooks.register(model, "diloco")
+        for step in range(2):
+            model(batch(step, dist.get_rank())).square().mean().backward()
+        model.eval()
+        model(batch(0, 0))
+        return model.module[1].running_mean
+
+    first, second = run_ranks(2, on_rank)
+    assert torch.equal(first, second) is broadcast
+
+
 def test_post_local_sgd_optimizer() -> None:
     """Until the warm-up is over as one process on all data; then parameters meet periodically."""
 
@@ -205,6 +270,8 @@ class TestArguments:
                 hooks.PeriodicModelAverager(period=1)
             with pytest.raises(ValueError, match="period_group_size_dict is empty"):
                 hooks.HierarchicalModelAverager({})
+            with pytest.raises(ValueError, match="at least 1 step, not 0"):
+                hooks.HierarchicalModelAverager(OrderedDict([(2, 1), (0, 2)]))
             with pytest.raises(ValueError, match=r"last group size in .* is 1"):
                 hooks.HierarchicalModelAverager(OrderedDict([(2, 1)]))
             with pytest.raises(NotImplementedError, match="one of them is a str"):

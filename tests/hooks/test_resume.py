@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 from typing import Any
@@ -16,7 +17,7 @@ from paceline import DistributedDataParallel as DDP
 from paceline import hooks
 from paceline.errors import ConfigurationError
 from paceline.testing import run_ranks
-from tests.hooks.cases import Bucket
+from tests.hooks.cases import CASES, Bucket
 
 WRAPPERS = {"paceline": DDP, "torch": TorchDDP}
 HOOKS: dict[str, dict[str, Any]] = {
@@ -30,6 +31,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "batched_powersgd": {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2},
     "topk": {"ratio": 0.1},
     "topk with momentum": {"ratio": 0.05, "momentum": 0.9, "warmup_steps": 6},
+    "topk, masked": {"ratio": 0.05, "momentum": 0.9, "momentum_masking": True},
 }
 STEPS, STOP = 9, 5
 
@@ -55,7 +57,7 @@ def batch(step: int) -> Tensor:
 
 def make(wrap: Any, name: str) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
     model = wrap(Crossed(), bucket_cap_mb=0.003)
-    state = hooks.register(model, name.split()[0], **HOOKS[name])
+    state = hooks.register(model, name.split()[0].strip(","), **HOOKS[name])
     return model, state, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -169,6 +171,52 @@ def test_what_is_left_out_moves_with_its_parameter() -> None:
     run_ranks(3, on_rank)
 
 
+@pytest.mark.parametrize("name", ["powersgd, rank 4", "batched powersgd", "int8", "topk 10 %"])
+def test_later_buckets_change_while_the_first_is_on_its_way(name: str) -> None:
+    """What is left out of a bucket in flight is not counted twice when the others are cut anew.
+
+    With feedback, what came out and what is remembered are together what went in, to the bit of
+    rounding, after every step.
+    """
+
+    def on_rank() -> None:
+        state, hook = CASES[name].make()
+        a, b, c = torch.zeros(24, 20), torch.zeros(30, 20), torch.zeros(20, 20)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        went_in, came_out = torch.zeros(1480), torch.zeros(1480)
+        for step in range(6):
+            buckets = [[a], [b], [c]] if step < 3 else [[a], [b, c]]
+            values = torch.randn(world, 1480, generator=_generator(step, 1))
+            parts = values[rank].clone().split([sum(map(torch.numel, ps)) for ps in buckets])
+            futures = [
+                hook(state, Bucket(part, ps, index=i, is_last=i == len(buckets) - 1))
+                for i, (part, ps) in enumerate(zip(parts, buckets, strict=True))
+            ]
+            came_out += torch.cat([future.wait() for future in futures])
+            went_in += values.mean(dim=0)
+            torch.testing.assert_close(came_out + left_over(state), went_in, rtol=0, atol=1e-3)
+
+    run_ranks(2, on_rank)
+
+
+def left_over(state: Any) -> Tensor:
+    """The mean over the ranks of what a state remembers, parameter by parameter."""
+    saved = state.state_dict()
+    [name] = saved["memory"]
+    total = torch.cat([saved["memory"][name][number] for number in sorted(saved["memory"][name])])
+    dist.all_reduce(total.div_(dist.get_world_size()))
+    offset = 0
+    for index, numbers in enumerate(saved["layouts"]):
+        numel = sum(len(saved["memory"][name][number]) for number in numbers)
+        kept = saved["extra"].get("mean_errors", {}).get(index)
+        if kept is not None:
+            slices = [torch.empty_like(kept) for _ in range(dist.get_world_size())]
+            dist.all_gather(slices, kept)
+            total[offset : offset + numel] += torch.cat(slices)[:numel]
+        offset += numel
+    return total
+
+
 def _generator(*numbers: int) -> torch.Generator:
     seed = 0
     for number in numbers:
@@ -194,6 +242,25 @@ def test_other_bucket_size_after_resuming() -> None:
         assert new_state.step == STEPS
 
     run_ranks(2, on_rank)
+
+
+def test_state_of_a_subgroup_can_be_copied() -> None:
+    """A copy has no group until it is given one, so it cannot know which rank it is."""
+
+    def on_rank() -> None:
+        pairs, _ = dist.new_subgroups(group_size=2)
+        state = hooks.QuantizedState(pairs)
+        parameters = [torch.zeros(100)]
+        hooks.quantized_hook(state, Bucket(torch.randn(100), parameters)).wait()
+        twin = copy.deepcopy(state)
+        twin.process_group = pairs
+        assert twin.step == 1
+        error, other = (s.state_dict()["memory"]["error"][0] for s in (state, twin))
+        assert error.any()
+        assert torch.equal(error, other)
+        hooks.quantized_hook(twin, Bucket(torch.randn(100), parameters)).wait()
+
+    run_ranks(4, on_rank)
 
 
 class TestWrongState:

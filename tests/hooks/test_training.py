@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline import DistributedDataParallel as DDP
 from paceline import hooks
 from paceline.testing import run_ranks
+from tests.hooks.together import run_together
 
 WRAPPERS = {"paceline": DDP, "torch": TorchDDP}
 # With the relative error of a whole gradient that one step may have.
@@ -128,6 +132,84 @@ def test_join(wrapper: str) -> None:
     run_ranks(2, on_rank)
 
 
+# Hooks that leave out much of a step: it must come later, however gradients were made.
+LATE: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "sign": lambda: (hooks.QuantizedState(wire="sign", block=8), hooks.quantized_hook),
+    "int8, stochastic": lambda: (hooks.QuantizedState(stochastic=True), hooks.quantized_hook),
+    "topk": lambda: (hooks.TopKState(ratio=0.25), hooks.topk_hook),
+    "powersgd": lambda: (hooks.PowerSGDState(None, 2, 0), hooks.powerSGD_hook),
+    "batched powersgd": lambda: (hooks.PowerSGDState(None, 8, 0), hooks.batched_powerSGD_hook),
+    "per tensor": lambda: (None, hooks.quantization_pertensor_hook),
+    "per channel": lambda: (None, hooks.quantization_perchannel_hook),
+    "powersgd in fp16": lambda: (
+        hooks.PowerSGDState(None, 2, 0),
+        hooks.fp16_compress_wrapper(hooks.powerSGD_hook),
+    ),
+    "topk in bf16": lambda: (
+        hooks.TopKState(ratio=0.25),
+        hooks.bf16_compress_wrapper(hooks.topk_hook),
+    ),
+}
+MODES = ("plain", "no_sync", "weighted", "join", "views")
+LATE_STEPS = 16
+WEIGHTS = [1.0, 6.0]
+LOUD = [5.0, 1.0]  # what losses are multiplied by: so that ranks differ
+
+
+def late_total(name: str, mode: str) -> Tensor:
+    """The sum of gradients over all steps, on the rank that goes on to the end."""
+    rank = dist.get_rank()
+    model = DDP(net(), bucket_cap_mb=0.004, gradient_as_bucket_view=mode == "views")
+    model.register_comm_hook(*LATE[name]())
+    total = torch.zeros_like(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    steps = LATE_STEPS // 2 if mode == "join" and rank == 0 else LATE_STEPS
+    with Join([model]) if mode == "join" else contextlib.nullcontext():
+        for _ in range(steps):
+            model.zero_grad()
+            if mode == "no_sync":
+                with model.no_sync():
+                    (LOUD[rank] * model(batch(1, rank)).square().mean()).backward()
+            with model.weighted(WEIGHTS[rank]) if mode == "weighted" else contextlib.nullcontext():
+                (LOUD[rank] * model(batch(0, rank)).square().mean()).backward()
+            total += gradient(model)
+    return total
+
+
+def expected_total(mode: str) -> Tensor:
+    loud = LATE_STEPS * sum(LOUD) / 2
+    if mode == "no_sync":
+        return loud * (exact_mean(0, LOUD) + exact_mean(1, LOUD))
+    if mode == "weighted":
+        both = [weight * factor for weight, factor in zip(WEIGHTS, LOUD, strict=True)]
+        return LATE_STEPS * sum(both) / sum(WEIGHTS) * exact_mean(0, both)
+    if mode == "join":  # rank 0 takes half of the steps; divided by both all the time
+        both = [LOUD[0] / 2, LOUD[1]]
+        return LATE_STEPS * sum(both) / 2 * exact_mean(0, both)
+    return loud * exact_mean(0, LOUD)
+
+
+def check_late(name: str) -> None:
+    expected = {mode: expected_total(mode) for mode in MODES}
+    found = {mode: late_total(name, mode) for mode in MODES}  # all of it before anything can fail
+    for mode in MODES:
+        if mode != "join" or dist.get_rank() == 1:
+            assert_near(found[mode], expected[mode], 0.2, (name, mode))
+    # The limit can fail: other modes are farther away than that.
+    for other in ("no_sync", "weighted", "join"):
+        distance = (expected[other] - expected["plain"]).norm() / expected["plain"].norm()
+        assert distance > 0.35, (other, distance)
+
+
+@functools.cache
+def wrong_late() -> dict[str, str]:
+    return run_together(2, check_late, list(LATE))
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_comes_late_comes_in_every_mode(name: str) -> None:
+    assert name not in wrong_late(), wrong_late()[name]
+
+
 def test_unused_parameters() -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
@@ -174,6 +256,37 @@ def test_two_models_and_a_subgroup() -> None:
             assert_near(gradient(second), gradient(plain), 0.06, step)
 
     run_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_registered_by_name_a_hook_reduces_over_the_group_of_its_wrapper(wrapper: str) -> None:
+    def on_rank() -> None:
+        pairs, _ = dist.new_subgroups(group_size=2)
+        base = dist.get_rank() // 2 * 2
+        for name, (_, limit) in NAMES.items():
+            model = registered(WRAPPERS[wrapper], name, process_group=pairs)
+            model(batch(0, dist.get_rank())).square().mean().backward()
+            plain = net()
+            for rank in (base, base + 1):
+                (plain(batch(0, rank)).square().mean() / 2).backward()
+            assert_near(gradient(model), gradient(plain), limit, name)
+
+    run_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_allreduce_hook_takes_sparse_gradients(wrapper: str) -> None:
+    """It is what the error of the other hooks recommends."""
+
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        model = WRAPPERS[wrapper](nn.Embedding(6, 2, sparse=True))
+        hooks.register(model, "allreduce")
+        model(torch.tensor([dist.get_rank(), 5])).sum().backward()
+        expected = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.0, 1.0]).unsqueeze(1).expand(6, 2)
+        assert torch.equal(model.module.weight.grad.to_dense(), expected)
+
+    run_ranks(2, on_rank)
 
 
 def test_torchs_stateful_hooks_on_our_wrapper_and_ours_on_torchs_agree() -> None:

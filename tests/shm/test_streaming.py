@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from paceline.shm import streaming
 from paceline.shm.extension import native
+from paceline.testing import run_ranks
 
 
 @pytest.mark.skipif(native is None, reason="the native core is not built (no C compiler)")
@@ -44,3 +46,20 @@ def test_what_is_not_plain_is_left_to_torch(source: torch.Tensor) -> None:
     target = torch.zeros_like(source, memory_format=torch.contiguous_format)
     streaming.scale_into(target, source, 0.25)
     assert torch.equal(target, source * 0.25)
+
+
+def sum_of_large(offset: int, numel: int) -> bool:
+    group = dist.new_group(backend="paceline")
+    around = torch.full((offset + numel + 5,), -1.0)
+    tensor = around[offset : offset + numel]
+    tensor.copy_(torch.arange(numel) % 1000 + dist.get_rank())
+    dist.all_reduce(tensor, group=group)
+    expected = (torch.arange(numel) % 1000) * 3 + 3.0
+    is_kept = bool((around[:offset] == -1).all() and (around[offset + numel :] == -1).all())
+    return is_kept and torch.equal(tensor, expected)
+
+
+@pytest.mark.skipif(native is None, reason="the native core is not built (no C compiler)")
+@pytest.mark.parametrize(("offset", "numel"), [(0, 1 << 22), (1, (1 << 21) + 3), (7, 2_500_001)])
+def test_large_results_are_written_past_the_caches(offset: int, numel: int) -> None:
+    assert run_ranks(3, sum_of_large, offset, numel) == [True] * 3

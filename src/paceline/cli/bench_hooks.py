@@ -67,19 +67,36 @@ def _measure(args: argparse.Namespace) -> list[HookSample]:
         raise ConfigurationError(f"--ranks {args.ranks}: nothing is sent by less than 2 ranks")
     if args.steps < 1:
         raise ConfigurationError(f"--steps {args.steps}: at least 1 step is measured")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            '--plot needs matplotlib: pip install "paceline[bench]", or leave --plot out'
-        )
-    from paceline.cli.bench_hooks_ranks import check_names, measure_on_rank
+    if args.plot is not None:
+        _check_plot(args.plot)
+    from paceline.cli.bench_hooks_ranks import check_model, check_names, measure_on_rank
     from paceline.testing import run_ranks
 
+    check_model(args.model)
     names = check_names([name for name in args.hooks.split(",") if name])
     per_rank = run_ranks(
         args.ranks, measure_on_rank, args.model, names, args.steps, timeout_s=TIMEOUT_S
     )
     first: list[HookSample] = per_rank[0]
     return first
+
+
+def _check_plot(path: Path) -> None:
+    """Find out before anything is measured whether the plot can be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            '--plot needs matplotlib: pip install "paceline[bench]", or leave --plot out'
+        )
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"--plot {path}: there is no directory {path.parent}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ConfigurationError(
+            f"--plot {path}: it cannot be drawn as {path.suffix or 'a file without a suffix'}; "
+            f"write one of: {', '.join(sorted(kinds))}"
+        )
 
 
 def _table(args: argparse.Namespace, samples: Sequence[HookSample]) -> Table:

@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel, hooks
+from paceline.cli.bench_hooks import MODELS
 from paceline.errors import ConfigurationError, UnknownHookError
 
 NOOP = "noop"
@@ -144,17 +145,33 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
         return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(8, 32, 256)
     if name == "small":
         return nn.Sequential(*[nn.Linear(32, 32) for _ in range(300)]), torch.randn(16, 32)
-    return _load(name)
+    try:
+        module, batch = _find(name)()
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"--model {name}: {error}") from error
+    return module, batch
 
 
-def _load(path: str) -> tuple[nn.Module, torch.Tensor]:
+def check_model(name: str) -> None:
+    """Look for a model without making it, before ranks are started.
+
+    Raises:
+        ConfigurationError: There is no such model.
+    """
+    if name not in MODELS:
+        _find(name)
+
+
+def _find(path: str) -> Callable[[], Any]:
     module_name, colon, function_name = path.partition(":")
+    if not colon:
+        raise ConfigurationError(
+            f"--model {path}: there is no such model; write {', '.join(MODELS)}, or MODULE:FUNCTION"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-        module, batch = function()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        hint = "" if colon else " (write mlp, transformer, small, or MODULE:FUNCTION)"
-        raise ConfigurationError(f"--model {path}{hint}: {error}") from error
-    return module, batch
+        function: Callable[[], Any] = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"--model {path}: {error}") from error
+    return function

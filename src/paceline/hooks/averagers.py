@@ -92,7 +92,7 @@ class HierarchicalModelAverager(ModelAverager):
                 "{2: 4, 8: 16} for 16 ranks: four at a time every 2 steps, all every 8."
             )
         self._periods = list(period_group_size_dict)
-        _check_steps(self._periods[0], warmup_steps)
+        _check_steps(min(self._periods), warmup_steps)
         if self._periods[-1] == 1:
             warnings.warn(f"A longest period of 1 {_EVERY_STEP}.", stacklevel=2)
         world = self.process_group.size()

@@ -100,7 +100,8 @@ def choose(
         lossy: Also look at PowerSGD and top-k, which need care.
 
     Raises:
-        ConfigurationError: The link is not understood, or there is nothing to train.
+        ConfigurationError: The link is not understood, there is nothing to train, or nobody who
+            does it.
     """
     bits_per_s = parse_link(link)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -108,6 +109,8 @@ def choose(
         raise ConfigurationError("choose: the model has no parameter that requires a gradient.")
     if world is None:
         world = dist.get_world_size() if dist.is_initialized() else 2
+    if world < 1:
+        raise ConfigurationError(f"choose: there is at least 1 rank, but world={world!r}.")
     candidates = ROUNDING | (LOSSY if lossy else {})
     costs = tuple(
         HookCost(name, options, *measure(parameters, name, options, world))

@@ -87,12 +87,15 @@ class Codec(abc.ABC):
         for (values, codes, scales), _ in self._parts(out, wire):
             self.read(codes, scales, values)
 
-    def decode_add(self, wire: torch.Tensor, out: torch.Tensor) -> None:
-        """Read all rows of bytes and add them, in order, to the vector ``out``."""
+    def decode_add_mean(self, wire: torch.Tensor, out: torch.Tensor) -> None:
+        """Read all rows of bytes and add their mean, row by row, to the vector ``out``.
+
+        Each is divided first: the mean is in range, the sum may not be.
+        """
         rows = [self._parts(out.unsqueeze(0), row.unsqueeze(0)) for row in wire]
         for same in zip(*rows, strict=True):
             for (values, codes, scales), work in same:
-                self.read(codes, scales, work)
+                self.read(codes, scales / len(wire), work)
                 values.add_(work)
 
     def _subtract(self, part: Part, work: torch.Tensor) -> None:
@@ -147,8 +150,8 @@ class Int8Codec(Codec):
         values, codes, _ = part
         torch.mul(values, _factors(part, work, 127.0), out=work)
         if self.stochastic:
-            work.add_(torch.rand(work.shape, generator=noise, dtype=work.dtype)).floor_()
-            work.clamp_(-127.0, 127.0)
+            chance = torch.rand(work.shape, generator=noise, dtype=work.dtype, device=work.device)
+            work.add_(chance).floor_().clamp_(-127.0, 127.0)
         else:
             work.round_()
         codes.view(torch.int8).copy_(work)
@@ -199,15 +202,16 @@ class SignCodec(Codec):
     def write(self, part: Part, work: torch.Tensor, noise: torch.Generator | None) -> None:
         """Take the mean magnitude, and pack the signs."""
         values, codes, scales = part
-        torch.mean(torch.abs(values, out=work), dim=1, out=scales)
+        # Divided first: the sum of a block may be out of range.
+        torch.sum(torch.abs(values, out=work).div_(self.block), dim=1, out=scales)
+        scales.masked_fill_(torch.isinf(scales), math.nan)
         words = values.ge(0).view(torch.int64)
         codes.copy_(words.mul_(_GATHER).bitwise_right_shift_(56).bitwise_and_(0xFF))
 
     def read(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Unpack 0 and 1, and make them minus and plus the magnitude."""
         words = codes.to(torch.int64).mul_(_REPEAT).bitwise_and_(_ONE_BIT_EACH)
-        magnitude = scales.unsqueeze(1)
-        out.copy_(words.view(torch.uint8).ne(0)).mul_(2 * magnitude).sub_(magnitude)
+        out.copy_(words.view(torch.uint8).ne(0)).mul_(2.0).sub_(1.0).mul_(scales.unsqueeze(1))
 
 
 # Eight bytes that are 0 or 1, as one little-endian word: times _GATHER, byte i has moved to bit

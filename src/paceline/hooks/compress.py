@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.errors import HookResultError
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -22,6 +23,7 @@ from paceline.hooks.interface import (
     group_of,
     start_all_reduce,
 )
+from paceline.torch_private import FutureBase
 
 Hook = Callable[[Any, HookBucket], TensorFuture]
 
@@ -75,7 +77,18 @@ def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
     def cast_and_call(state: Any, bucket: HookBucket) -> TensorFuture:
         buffer = check_gradients(f"{dtype} around a hook", bucket, allow_complex=False)
         bucket.set_buffer(buffer.to(dtype))
-        return hook(state, bucket).then(lambda ended: buffer.copy_(ended.value()))
+        return _checked(hook(state, bucket), name).then(lambda ended: buffer.copy_(ended.value()))
 
-    cast_and_call.__qualname__ = f"{getattr(hook, '__qualname__', hook)} in {dtype}"
+    name = getattr(hook, "__qualname__", str(hook))
+    cast_and_call.__qualname__ = f"{name} in {dtype}"
     return cast_and_call
+
+
+def _checked(future: Any, name: str) -> TensorFuture:
+    if not isinstance(future, FutureBase):
+        raise HookResultError(
+            f"hook {name} returned {type(future).__name__} instead of a torch.futures.Future that "
+            "holds the bucket's result"
+        )
+    checked: TensorFuture = future  # type: ignore[assignment]
+    return checked

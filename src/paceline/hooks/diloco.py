@@ -100,6 +100,11 @@ class DiLoCoOptimizer(Optimizer):
         """The inner optimizer's."""
         return self.optim.state
 
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's; some schedulers look at them."""
+        return self.optim.defaults
+
     def __repr__(self) -> str:
         """Show the inner optimizer and the period."""
         return f"DiLoCoOptimizer(period={self.period}, {self.optim!r})"

@@ -16,20 +16,21 @@ from paceline.hooks.counting import CountingGroup
 from paceline.hooks.interface import TensorFuture
 from paceline.hooks.layout import BucketView, ParameterBook
 from paceline.hooks.registry import NAMES
-from paceline.hooks.state import LaneState
+from paceline.hooks.state import ConveyorState
 
 BUCKET_NUMEL = 25 * 1024 * 1024 // 4
 _SAMPLE_NUMEL = 2 * BUCKET_NUMEL  # more than this is extrapolated
 
 
 class DryBucket:
-    """A bucket of parameters, with random gradients."""
+    """A bucket of parameters of one dtype, with random gradients."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], index: int) -> None:
         self._parameters = list(parameters)
         self._index = index
         numel = sum(p.numel() for p in parameters)
-        self._buffer = torch.randn(numel, generator=torch.Generator().manual_seed(index))
+        generator = torch.Generator().manual_seed(index)
+        self._buffer = torch.randn(numel, generator=generator, dtype=parameters[0].dtype)
 
     def index(self) -> int:
         """Its place."""
@@ -65,6 +66,20 @@ def measure(
 ) -> tuple[int, float]:
     """Return the bytes that a rank would send for one step, and the seconds it would compute.
 
+    Wrappers have buckets of their own for each dtype, and so has this.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    costs = [_measure_same(same, name, options, world) for same in by_dtype.values()]
+    return sum(sent for sent, _ in costs), sum(seconds for _, seconds in costs)
+
+
+def _measure_same(
+    parameters: Sequence[torch.Tensor], name: str, options: dict[str, Any], world: int
+) -> tuple[int, float]:
+    """Measure parameters of one dtype.
+
     The second of two rounds counts: in the first, memory is allocated.
     """
     group = CountingGroup(world)
@@ -82,7 +97,7 @@ def measure(
 
 
 def _run(name: str, state: Any, bucket: DryBucket) -> None:
-    if isinstance(state, LaneState):
+    if isinstance(state, ConveyorState):
         view = BucketView.of(bucket, _book(state))
         for start in state.rounds(view, 1_000_000):
             start(state.group)

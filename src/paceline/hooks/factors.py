@@ -88,11 +88,14 @@ class Factors:
         """How many values stand for the bucket."""
         return self.message.numel() + self.q_flat.numel()
 
-    def cut(self, source: torch.Tensor) -> list[torch.Tensor]:
-        """Return the batches of matrices in ``source``, and put the rest into the message."""
+    def cut(self, source: torch.Tensor, world: int) -> list[torch.Tensor]:
+        """Return the batches of matrices in ``source``, and put the rest into the message.
+
+        The rest as this rank's share of the mean: the sum of 16-bit numbers may be out of range.
+        """
         if self._rest:
             parts = [source[offset : offset + size] for offset, size in self._rest]
-            self.rest_flat.copy_(torch.cat(parts))
+            torch.div(torch.cat(parts), world, out=self.rest_flat)
         return [
             batch[0].of(source).unsqueeze(0)
             if len(batch) == 1

@@ -5,6 +5,11 @@ Both wrappers cut their buckets anew after the first step, and a resumed run sta
 of a first step: what is remembered is kept flat per bucket, because that is fast, and moves with
 the parameters when buckets change. Must not know groups or what the values mean.
 
+[Note: buckets change from one on]
+The buckets of a step come by index. If bucket i holds other parameters than in the step before, so
+may those after it; those before it have been seen in this step, are as they were, and may be on
+their way just now. So what is remembered moves for bucket i and after, and nothing else is touched.
+
 A parameter's number is its place in the order in which buckets showed it first. Buckets of a first
 step follow the model's own order, so the numbers are the same in a run and in its resumption.
 """
@@ -101,20 +106,25 @@ class Memory:
     def __init__(self) -> None:
         self._shelves: dict[int, _Shelf] = {}
         self._pool: dict[tuple[str, int], torch.Tensor] = {}
-        self.before_move: Callable[[], None] = lambda: None
-        """Called before buckets change, while everything is still where it was."""
+        self.before_move: Callable[[int], None] = lambda first: None
+        """Called before buckets change from one on, while everything is still where it was."""
 
-    def get(self, view: BucketView, name: str, *, padded_numel: int = 0) -> torch.Tensor:
+    def get(
+        self, view: BucketView, name: str, *, padded_numel: int = 0, keep: bool = True
+    ) -> torch.Tensor:
         """Return the values of a bucket, to be changed in place.
 
         Args:
             view: The bucket.
             name: Which values.
             padded_numel: How long to make it; what is beyond the bucket is for the caller.
+            keep: False: zeros, that nobody remembers.
         """
+        numel = max(view.numel, padded_numel)
+        if not keep:
+            return view.values.new_zeros(numel, dtype=view.compute_dtype)
         shelf = self._shelf(view)
         if name not in shelf.values:
-            numel = max(view.numel, padded_numel)
             flat = view.values.new_zeros(numel, dtype=view.compute_dtype)
             for number, piece in zip(view.numbers, view.pieces(flat), strict=True):
                 kept = self._pool.pop((name, number), None)
@@ -147,9 +157,7 @@ class Memory:
     def _shelf(self, view: BucketView) -> _Shelf:
         shelf = self._shelves.get(view.index)
         if shelf is not None and shelf.view.numbers != view.numbers:
-            self.before_move()
-            self._pool = {key: piece.clone() for key, piece in self._pieces().items()}
-            self._shelves = {}
+            self._move_from(view.index)
             shelf = None
         if shelf is None:
             # The view's own values belong to the wrapper, and are not kept.
@@ -157,12 +165,16 @@ class Memory:
             shelf = self._shelves[view.index] = _Shelf(bare, {})
         return shelf
 
+    def _move_from(self, first: int) -> None:
+        """See [Note: buckets change from one on]."""
+        self.before_move(first)
+        for index in [index for index in self._shelves if index >= first]:
+            self._pool |= self._shelves.pop(index).pieces()
+
     def _pieces(self) -> dict[tuple[str, int], torch.Tensor]:
         pieces = dict(self._pool)
         for shelf in self._shelves.values():
-            for name, flat in shelf.values.items():
-                cut = shelf.view.pieces(flat)
-                pieces |= {(name, n): p for n, p in zip(shelf.view.numbers, cut, strict=True)}
+            pieces |= shelf.pieces()
         return pieces
 
 
@@ -172,6 +184,14 @@ class _Shelf:
 
     view: BucketView
     values: dict[str, torch.Tensor]
+
+    def pieces(self) -> dict[tuple[str, int], torch.Tensor]:
+        """All values, by name and parameter number, where they lie."""
+        return {
+            (name, number): piece
+            for name, flat in self.values.items()
+            for number, piece in zip(self.view.numbers, self.view.pieces(flat), strict=True)
+        }
 
 
 def _checked(kept: torch.Tensor, place: torch.Tensor, number: int) -> Any:

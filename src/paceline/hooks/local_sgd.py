@@ -117,6 +117,11 @@ class PostLocalSGDOptimizer(Optimizer):
         """The inner optimizer's."""
         return self.optim.state
 
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's; some schedulers look at them."""
+        return self.optim.defaults
+
     def __repr__(self) -> str:
         """Show the inner optimizer."""
         return repr(self.optim)

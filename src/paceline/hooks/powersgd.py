@@ -7,8 +7,8 @@ For each gradient matrix M (n x m) that is worth it, ranks exchange r columns in
 
 Names, arguments and numbers are torch's. What differs: it is right with any number of buckets in
 flight on any backend (torch's starts collectives from callbacks, see [Note: order of rounds] in
-lane.py), batched PowerSGD works, columns of zeros do not become NaN, compression may start with the
-first step, and there is ``state_dict()``.
+conveyor.py), batched PowerSGD works, columns of zeros do not become NaN, compression may start with
+the first step, and there is ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.hooks import lowrank
+from paceline.hooks.conveyor import Rounds
 from paceline.hooks.factors import Factors, plan_matrices, plan_square
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, start_all_reduce
-from paceline.hooks.lane import Rounds
 from paceline.hooks.layout import BucketView
-from paceline.hooks.state import LaneState, plain_rounds
+from paceline.hooks.state import ConveyorState
 
 logger = logging.getLogger(__name__)
 
 ERROR = "error"
 
 
-class PowerSGDState(LaneState):
+class PowerSGDState(ConveyorState):
     """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
     Args:
@@ -123,6 +123,11 @@ class PowerSGDState(LaneState):
 
     # --- rounds --------------------------------------------------------------------------------
 
+    @property
+    def first_step(self) -> int:
+        """See ``start_powerSGD_iter``."""
+        return self.start_powerSGD_iter
+
     def run_batched(self, bucket: HookBucket) -> TensorFuture:
         """Reduce a bucket as one square matrix."""
         self._is_batched = True
@@ -130,11 +135,8 @@ class PowerSGDState(LaneState):
 
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """See the module's docstring."""
-        if step < self.start_powerSGD_iter:
-            yield from plain_rounds(view, self.group)
-            return view.values
         factors, source = self._prepare(view, step)
-        batches = factors.cut(source)
+        batches = factors.cut(source, self.group.size())
         self._make_ps(factors, batches)
         first = factors.message.to(view.values.dtype)
         yield lambda group: start_all_reduce(first, group)
@@ -152,12 +154,9 @@ class PowerSGDState(LaneState):
         """Return the factors of a bucket and the values to compress, errors included."""
         factors = self._factors_of(view)
         self._count(factors, view, step)
-        if self.use_error_feedback:
-            source = self.memory.get(view, ERROR, padded_numel=factors.numel)
-            source[: view.numel].add_(view.values)
-        else:
-            source = view.values.new_zeros(factors.numel, dtype=view.compute_dtype)
-            source[: view.numel].copy_(view.values)
+        keep, numel = self.use_error_feedback, factors.numel
+        source = self.memory.get(view, ERROR, padded_numel=numel, keep=keep)
+        source[: view.numel].add_(view.values)
         return factors, source
 
     def _make_ps(self, factors: Factors, batches: list[torch.Tensor]) -> None:
@@ -167,7 +166,6 @@ class PowerSGDState(LaneState):
 
     def _finish(self, view: BucketView, factors: Factors, source: torch.Tensor) -> None:
         """Write the gradients, and leave in ``source`` what they do not have."""
-        factors.rest_flat.div_(self.group.size())
         direct = view.values.dtype == source.dtype and factors.numel == view.numel
         result = view.values if direct else torch.empty_like(source)
         factors.write(result)
@@ -195,9 +193,9 @@ class PowerSGDState(LaneState):
         factors = self._factors.get(view.index)
         if factors is not None and factors.numbers == view.numbers:
             return factors
-        if factors is not None:  # buckets have been cut anew
-            self._loose_qs |= {n: q for f in self._factors.values() for n, q in f.q_by_number()}
-            self._factors = {}
+        if factors is not None:  # see [Note: buckets change from one on]
+            for index in [index for index in self._factors if index >= view.index]:
+                self._loose_qs |= self._factors.pop(index).q_by_number()
         factors = self._plan(view)
         self._factors[view.index] = factors
         if not factors.take_qs(self._loose_qs):

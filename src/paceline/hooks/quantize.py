@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from paceline.errors import ConfigurationError
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
     after,
     check_gradients,
     comm_hook,
+    done,
     group_of,
     start_all_gather,
 )
@@ -43,6 +45,10 @@ def quantization_perchannel_hook(
 ) -> TensorFuture:
     """Exchange gradients in uint8, with a scale for every ``bucket_size`` values."""
     buffer = check_gradients("quantization_perchannel_hook", bucket, allow_complex=False)
+    if type(bucket_size) is not int or bucket_size < 1:
+        raise ConfigurationError(
+            f"quantization_perchannel_hook: bucket_size is an int above 0, not {bucket_size!r}"
+        )
     padding = -buffer.numel() % bucket_size
     return _exchange(
         process_group, buffer, F.pad(buffer.float(), (0, padding)).view(-1, bucket_size)
@@ -52,6 +58,8 @@ def quantization_perchannel_hook(
 def _exchange(
     process_group: dist.ProcessGroup | None, buffer: torch.Tensor, channels: torch.Tensor
 ) -> TensorFuture:
+    if not buffer.numel():
+        return done(buffer)
     group = group_of(process_group)
     scales, zeros = _affine(channels)
     codes = torch.round(channels / scales).add_(zeros).clamp_(0, _STEPS).to(torch.uint8)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.hooks.codecs import Codec, Fp8Codec, Int8Codec, SignCodec
+from paceline.hooks.conveyor import Rounds
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -32,15 +33,14 @@ from paceline.hooks.interface import (
     start_all_gather,
     start_all_to_all,
 )
-from paceline.hooks.lane import Rounds
 from paceline.hooks.layout import BucketView
-from paceline.hooks.state import LaneState, plain_rounds
+from paceline.hooks.state import ConveyorState
 
 WIRES = ("int8", "e4m3", "e5m2", "sign")
 ERROR = "error"
 
 
-class QuantizedState(LaneState):
+class QuantizedState(ConveyorState):
     """Settings and memory of :func:`quantized_hook`.
 
     Args:
@@ -88,6 +88,11 @@ class QuantizedState(LaneState):
     def _after_unpickling(self) -> None:
         self.memory.before_move = self._fold_mean_errors
 
+    @property
+    def first_step(self) -> int:
+        """See ``start_step``."""
+        return self.start_step
+
     def codec(self, block: int) -> Codec:
         """The codec for blocks of this size."""
         if self.wire == "int8":
@@ -96,9 +101,6 @@ class QuantizedState(LaneState):
 
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """See the module's docstring."""
-        if step < self.start_step:
-            yield from plain_rounds(view, self.group)
-            return view.values
         cut = _Cut.of(view, self.group, self.block)
         codec = self.codec(cut.block)
         noise = self._noise(view, step, cut)
@@ -108,9 +110,7 @@ class QuantizedState(LaneState):
         codec.encode(mine, sent, noise=noise, add=view.values, keep_error=keep)
         yield lambda group: start_all_to_all(received, sent, group)
         mean = self._mean_error(view, cut)
-        mean.mul_(cut.world)
-        codec.decode_add(received, mean)
-        mean.div_(cut.world)
+        codec.decode_add_mean(received, mean)
         codec.encode(mean.unsqueeze(0), sent[:1], noise=noise, keep_error=keep)
         yield lambda group: start_all_gather(received, sent[0], group)
         _read_all(codec, received, view, cut)
@@ -119,11 +119,9 @@ class QuantizedState(LaneState):
 
     def _own_values(self, view: BucketView, cut: _Cut) -> torch.Tensor:
         """What this rank has left out before, or zeros: slices x values."""
-        if self.error_feedback:
-            padded = self.memory.get(view, ERROR, padded_numel=cut.padded_numel)
-            padded[view.numel :].zero_()  # a codec may read padding as something else
-        else:
-            padded = view.values.new_zeros(cut.padded_numel, dtype=view.compute_dtype)
+        keep, numel = self.error_feedback, cut.padded_numel
+        padded = self.memory.get(view, ERROR, padded_numel=numel, keep=keep)
+        padded[view.numel :].zero_()  # a codec may read padding as something else
         return padded.view(cut.world, cut.slice_numel)
 
     def _mean_error(self, view: BucketView, cut: _Cut) -> torch.Tensor:
@@ -135,20 +133,20 @@ class QuantizedState(LaneState):
                 self._mean_errors[view.index] = kept
         return kept
 
-    def _fold_mean_errors(self) -> None:
+    def _fold_mean_errors(self, first: int) -> None:
         """Before buckets change: what is missing in a mean is missing in this rank's gradients.
 
         Times the number of ranks, because a mean will be taken.
         """
         group = self.group
         world, rank = group.size(), group.rank()
-        for index, errors in self.memory.flats(ERROR).items():
-            kept = self._mean_errors.pop(index, None)
-            if kept is not None:
+        flats = self.memory.flats(ERROR)
+        for index in [index for index in self._mean_errors if index >= first]:
+            kept = self._mean_errors.pop(index)
+            if index in flats:
                 start = rank * kept.numel()
-                mine = errors[start : start + kept.numel()]
+                mine = flats[index][start : start + kept.numel()]
                 mine.add_(kept[: mine.numel()], alpha=world)
-        self._mean_errors = {}
 
     def _noise(self, view: BucketView, step: int, cut: _Cut) -> torch.Generator | None:
         if not self.stochastic:
@@ -205,7 +203,7 @@ class _Cut:
 class _Scratch:
     """Byte buffers that go from bucket to bucket: fresh memory costs more than what is done in it.
 
-    Only the lane's thread takes and gives.
+    Only the conveyor's thread takes and gives.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The base of stateful hooks: steps, what is remembered, checkpoints that resume bit for bit.
 
-Subclasses say what their rounds are; here is when they run. Knows buckets, lanes and memory; must
-not know any codec.
+Subclasses say what their rounds are; here is when they run. Knows buckets, conveyors and memory;
+must not know any codec.
 
 [Note: a resumed first step]
 After the first step, wrappers cut their buckets anew, and compression depends on the cut: blocks,
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
+from paceline.hooks.conveyor import Conveyor, Rounds, conveyor_of
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -33,14 +34,13 @@ from paceline.hooks.interface import (
     raising,
     start_all_reduce,
 )
-from paceline.hooks.lane import Lane, Rounds, lane_of
 from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterBook
 
 VERSION = 1
 
 
-class LaneState(abc.ABC):
-    """State of a hook whose buckets run on a lane.
+class ConveyorState(abc.ABC):
+    """State of a hook whose buckets run on a conveyor.
 
     Args:
         process_group: What to reduce over; None is the default group.
@@ -61,7 +61,7 @@ class LaneState(abc.ABC):
         self.step = 0
         self.memory = Memory()
         self._book = ParameterBook()
-        self._lane: Lane | None = None
+        self._conveyor: Conveyor | None = None
         self._layouts: list[Numbers] = []  # of the latest step
         self._saved_layouts: list[Numbers] = []  # not yet seen again
         self._held: _HeldStep | None = None
@@ -70,8 +70,13 @@ class LaneState(abc.ABC):
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """Reduce one bucket: leave the mean in ``view.values`` and return them.
 
-        Runs on the lane's thread, up to each collective that it yields.
+        Runs on the conveyor's thread, up to each collective that it yields.
         """
+
+    @property
+    def first_step(self) -> int:
+        """The first step that :meth:`rounds` is for; those before it are a plain all-reduce."""
+        return 0
 
     # --- running -------------------------------------------------------------------------------
 
@@ -107,11 +112,13 @@ class LaneState(abc.ABC):
 
     def submit(self, view: BucketView) -> TensorFuture:
         """Send a bucket on its way."""
-        if self._lane is None:
-            self._lane = lane_of(self.group, self.ROUNDS)
+        if self._conveyor is None:
+            self._conveyor = conveyor_of(self.group, self.ROUNDS)
         self._layouts[view.index :] = [view.numbers]
         what = f"{self.NAME} of bucket {view.index}"
-        return self._lane.submit(what, self.rounds(view, self.step))
+        is_plain = self.step < self.first_step
+        rounds = _plain_rounds(view, self.group) if is_plain else self.rounds(view, self.step)
+        return self._conveyor.submit(what, rounds)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -136,6 +143,9 @@ class LaneState(abc.ABC):
             ConfigurationError: It belongs to another hook, rank or number of ranks.
         """
         self._check_saved(state)
+        self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = int(state["step"])
         self._layouts = [tuple(numbers) for numbers in state["layouts"]]
         self._saved_layouts = list(self._layouts)
@@ -162,24 +172,33 @@ class LaneState(abc.ABC):
         assert not extra
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without group, lane and the model's parameters; numbers are found again."""
+        """Pickle without group, conveyor and the model's parameters; numbers are found again."""
         kept = {k: v for k, v in self.__dict__.items() if k not in _NOT_PICKLED}
         return {"settings": kept, "state": self.state_dict()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        LaneState.__init__(self)
+        ConveyorState.__init__(self)
         self.__dict__.update(pickled["settings"])
         self._after_unpickling()
-        self.load_state_dict(pickled["state"])
+        # Not checked: the group is not pickled, so which rank this is will be known later.
+        self._restore(pickled["state"])
 
     def _after_unpickling(self) -> None:  # noqa: B027 - most have nothing to do
         """Make again what is not pickled."""
 
 
-_NOT_PICKLED = {"process_group", "memory", "_book", "_lane", "_layouts", "_saved_layouts", "_held"}
+_NOT_PICKLED = {
+    "process_group",
+    "memory",
+    "_book",
+    "_conveyor",
+    "_layouts",
+    "_saved_layouts",
+    "_held",
+}
 
 
-def plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
+def _plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
     """Reduce a bucket without compression."""
     view.values.div_(group.size())
     yield lambda on: start_all_reduce(view.values, on)

@@ -17,7 +17,7 @@ import pytest
 
 NATIVE = Path(__file__).parents[3] / "src" / "paceline" / "shm" / "native"
 STRESS = Path(__file__).with_name("stress.c")
-SOURCES = ("sync.c", "engine.c", "kernels.c", "progress.c", "faults.c")
+SOURCES = ("sync.c", "engine.c", "kernels.c", "progress.c", "faults.c", "streaming.c")
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 # -fwrapv as in setup.py: integers overflow as torch's do.
 FLAGS = ("-std=gnu11", "-O1", "-g", "-fwrapv", "-Wall", "-Wextra", "-Wno-unknown-warning-option")

@@ -58,6 +58,7 @@ bool pl_can_reduce(uint32_t dtype, uint32_t op);
  * A target may be the very same memory as a source, never a shifted one. AVG divides by
  * `divisor`. float16 and bfloat16 are added up in float32 and rounded once. */
 void pl_scale_f32(float *target, const float *source, size_t count, float factor);
+void pl_stream(void *target, const void *source, size_t bytes);
 void pl_reduce(void *const *targets, size_t target_count, const void *const *sources,
                size_t source_count, size_t count, uint32_t dtype, uint32_t op, double divisor);
 

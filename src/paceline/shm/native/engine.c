@@ -25,6 +25,8 @@
 #define TINY_BYTES ((uint64_t)1 << 18)
 /* How much is reduced or copied between two looks at the verdict. */
 #define STRIDE_BYTES ((uint64_t)1 << 18)
+/* Results of this size and more do not stay in a cache: they are written past it. */
+#define STREAMED_BYTES ((uint64_t)8 << 20)
 
 static inline uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -306,13 +308,15 @@ static void take_slices(pl_core *core, pl_operation *operation, uint64_t round, 
     size_t itemsize = pl_itemsize(operation->request.dtype);
     window at = window_of(total_bytes(operation), core->slot_bytes, round);
     uint64_t count = at.bytes / itemsize;
+    bool is_past_caches = total_bytes(operation) >= STREAMED_BYTES;
     for (uint32_t turn = 1; turn < core->world; turn++) {
         /* Each begins with its neighbour, so that not all read the same memory at once. */
         uint32_t rank = (core->rank + turn) % core->world;
         uint64_t begin = pl_cut(count, core->world, rank, itemsize) * itemsize;
         uint64_t end = pl_cut(count, core->world, rank + 1, itemsize) * itemsize;
-        copy(operation->outputs[0] + at.begin + begin, slot_of(core, rank, phase) + begin,
-             end - begin);
+        uint8_t *to = operation->outputs[0] + at.begin + begin;
+        const uint8_t *from = slot_of(core, rank, phase) + begin;
+        is_past_caches ? pl_stream(to, from, end - begin) : copy(to, from, end - begin);
         pl_at(core, PL_POINT_TAKING);
     }
 }

@@ -89,6 +89,42 @@ bool pl_can_reduce(uint32_t dtype, uint32_t op) {
     return dtype < PL_DTYPES && op < PL_OPS && combine[dtype][op] != NULL;
 }
 
+/* --- sums of more than two ------------------------------------------------------------------- */
+
+/* From left to right, as two at a time would; but each source is read while the others are. */
+#define SUMS(SUFFIX, TYPE)                                                                        \
+    VERSIONS static void sum3_##SUFFIX(void *out_, const void *a_, const void *b_, const void *c_, \
+                                       size_t count) {                                            \
+        TYPE *out = out_;                                                                         \
+        const TYPE *a = a_, *b = b_, *c = c_;                                                     \
+        INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = (a[i] + b[i]) + c[i];             \
+    }                                                                                             \
+    VERSIONS static void sum4_##SUFFIX(void *out_, const void *a_, const void *b_, const void *c_, \
+                                       const void *d_, size_t count) {                            \
+        TYPE *out = out_;                                                                         \
+        const TYPE *a = a_, *b = b_, *c = c_, *d = d_;                                            \
+        INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = ((a[i] + b[i]) + c[i]) + d[i];    \
+    }
+
+SUMS(f32, float)
+SUMS(f64, double)
+
+/* Add two or three more sources to `sum`; return how many, 0 if there is no kernel for that. */
+static size_t sum_several(void *out, const void *sum, const void *const *more, size_t left,
+                          size_t offset, size_t count, uint32_t dtype, uint32_t op) {
+    bool is_sum = op == PL_SUM || op == PL_AVG;
+    if (!is_sum || (dtype != PL_F32 && dtype != PL_F64) || left < 2)
+        return 0;
+    const uint8_t *b = (const uint8_t *)more[0] + offset, *c = (const uint8_t *)more[1] + offset;
+    if (left == 2) {
+        (dtype == PL_F32 ? sum3_f32 : sum3_f64)(out, sum, b, c, count);
+        return 2;
+    }
+    const uint8_t *d = (const uint8_t *)more[2] + offset;
+    (dtype == PL_F32 ? sum4_f32 : sum4_f64)(out, sum, b, c, d, count);
+    return 3;
+}
+
 /* --- half precision ------------------------------------------------------------------------------ */
 
 static inline uint32_t bits_of(float value) {
@@ -185,9 +221,15 @@ static void reduce_full(void *out, const void *const *sources, size_t source_cou
     const void *sum = at(sources[0], begin, itemsize);
     if (source_count == 1 && sum != out)
         memcpy(out, sum, count * itemsize);
-    for (size_t source = 1; source < source_count; source++) {
-        void *target = source + 1 == source_count ? out : scratch;
-        combine[dtype][op](target, sum, at(sources[source], begin, itemsize), count);
+    for (size_t source = 1, taken; source < source_count; source += taken) {
+        size_t left = source_count - source;
+        void *target = left <= 3 ? out : scratch;
+        taken = sum_several(target, sum, sources + source, left, begin * itemsize, count, dtype, op);
+        if (taken == 0) {
+            target = left == 1 ? out : scratch;
+            combine[dtype][op](target, sum, at(sources[source], begin, itemsize), count);
+            taken = 1;
+        }
         sum = target;
     }
     if (op == PL_AVG)

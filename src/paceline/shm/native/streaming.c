@@ -1,17 +1,24 @@
-/* A scaled copy of something large that nobody reads soon: past the caches.
+/* Copies of something large that nobody reads soon: past the caches.
  *
  * An ordinary store reads its cache line first and throws out others. A streaming store does
  * neither; copying a gradient of 16 MB into its bucket takes two thirds of the time. */
+#include <string.h>
+
 #include "core.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
 
-#define LINE_FLOATS 16
+#define LINE_FLOATS (PL_LINE / sizeof(float))
 
 static inline void stream_line(float *target, const float *source, __m128 factor) {
     for (size_t i = 0; i < LINE_FLOATS; i += 4)
         _mm_stream_ps(target + i, _mm_mul_ps(_mm_loadu_ps(source + i), factor));
+}
+
+static inline void stream_bytes(uint8_t *target, const uint8_t *source) {
+    for (size_t i = 0; i < PL_LINE; i += sizeof(__m128i))
+        _mm_stream_si128((__m128i *)(target + i), _mm_loadu_si128((const __m128i *)(source + i)));
 }
 #endif
 
@@ -28,4 +35,22 @@ void pl_scale_f32(float *target, const float *source, size_t count, float factor
 #endif
     for (; i < count; i++)
         target[i] = source[i] * factor;
+}
+
+void pl_stream(void *target_, const void *source_, size_t bytes) {
+#if defined(__SSE2__)
+    uint8_t *target = target_;
+    const uint8_t *source = source_;
+    size_t i = (size_t)(-(uintptr_t)target % PL_LINE); /* up to the first whole line */
+    if (i + PL_LINE <= bytes) {
+        memcpy(target, source, i);
+        for (; i + PL_LINE <= bytes; i += PL_LINE)
+            stream_bytes(target + i, source + i);
+        memcpy(target + i, source + i, bytes - i);
+        _mm_sfence();
+        return;
+    }
+#endif
+    if (bytes)
+        memcpy(target_, source_, bytes);
 }

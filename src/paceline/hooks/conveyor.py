@@ -1,4 +1,4 @@
-"""A lane: runs the rounds of a hook, bucket by bucket, beside the backward pass.
+"""A conveyor: takes buckets through the rounds of a hook, in order, beside the backward pass.
 
 Used by every hook that needs more than one collective for a bucket, or that computes much. Knows
 jobs, rounds and groups; must not know what the rounds compute.
@@ -7,12 +7,14 @@ jobs, rounds and groups; must not know what the rounds compute.
 A c10d group matches collectives by the order in which each rank starts them. A hook that starts its
 second collective when its first is done starts it whenever that happens to be, which with several
 buckets in flight is not the same order on every rank: on gloo, numbers of one bucket then land in
-another. A lane has a group of its own for each round. On the group of round i, buckets come in the
-order in which hooks were called, always; between groups there is no order to keep. So a lane may
-start whatever is ready, and the link is busy while the next bucket is being compressed.
+another. A conveyor has a group of its own for each round. On the group of round i, buckets come in
+the order in which hooks were called, always; between groups there is no order to keep. So a
+conveyor may start whatever is ready, and the link is busy while the next bucket is being
+compressed.
 
-All hooks on one process group share its lane: to make groups takes time, and wrappers run their
-hooks in the same order on every rank anyway.
+All hooks on one process group share its conveyor: to make groups takes time, and wrappers run their
+hooks in the same order on every rank anyway. These groups last until the program destroys all of
+its groups, also if the one they are for is destroyed earlier: ranks would have to agree on when.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import LaneBrokenError
+from paceline.errors import ConveyorBrokenError
 from paceline.hooks.interface import TensorFuture, failed_future, raising
 from paceline.torch_private import group_timeout
 
@@ -39,22 +41,22 @@ Rounds = Generator[Start, None, torch.Tensor]
 _WAKE = object()
 
 
-_lanes: weakref.WeakKeyDictionary[dist.ProcessGroup, Lane] = weakref.WeakKeyDictionary()
+_conveyors: weakref.WeakKeyDictionary[dist.ProcessGroup, Conveyor] = weakref.WeakKeyDictionary()
 
 
-def lane_of(parent: dist.ProcessGroup, rounds: int) -> Lane:
-    """Return the lane of a group, with groups for so many rounds. Ranks ask in the same order.
+def conveyor_of(parent: dist.ProcessGroup, rounds: int) -> Conveyor:
+    """Return the conveyor of a group, with groups for so many rounds. Ranks ask in the same order.
 
-    Collective when a lane or a group has to be made.
+    Collective when a conveyor or a group has to be made.
     """
-    lane = _lanes.get(parent)
-    if lane is None or lane.is_broken():
-        lane = _lanes[parent] = Lane()
-    lane.reserve(parent, rounds)
-    return lane
+    conveyor = _conveyors.get(parent)
+    if conveyor is None or conveyor.is_broken():
+        conveyor = _conveyors[parent] = Conveyor()
+    conveyor.reserve(parent, rounds)
+    return conveyor
 
 
-class Lane:
+class Conveyor:
     """One thread, one group per round."""
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class Lane:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._worker = worker = _Worker(self._events, self._groups)
         # A daemon: it does nothing between steps, and must not keep a program alive.
-        thread = threading.Thread(target=worker.serve, name="paceline-lane", daemon=True)
+        thread = threading.Thread(target=worker.serve, name="paceline-conveyor", daemon=True)
         thread.start()
         weakref.finalize(self, self._events.put, None)
 
@@ -124,13 +126,16 @@ class _Job:
 
 
 class _Worker:
-    """What the thread of a lane does. It must not refer to the lane: the lane's end is its end."""
+    """What the thread of a conveyor does.
+
+    It must not refer to the conveyor, whose end is its end.
+    """
 
     def __init__(self, events: queue.SimpleQueue[Any], groups: list[dist.ProcessGroup]) -> None:
         self._events = events
         self._groups = groups
         self._active: list[_Job] = []
-        self.broken: LaneBrokenError | None = None
+        self.broken: ConveyorBrokenError | None = None
 
     def serve(self) -> None:
         with torch.no_grad():
@@ -156,10 +161,11 @@ class _Worker:
             waiting = job.go_on(self._groups)
         except Exception as error:
             # Peers may have started what this rank did not: from here on, the order is lost.
-            self.broken = LaneBrokenError(
+            self.broken = ConveyorBrokenError(
                 f"an earlier bucket failed ({job.what}: {type(error).__name__}: {error}), so this "
-                "rank and its peers are no longer in the same collective. Register a hook with a "
-                "new state on every rank, or start again from the latest checkpoint.",
+                "rank and its peers are no longer in the same collective. Wrap the model anew on "
+                "every rank, with a new state of the hook, or start again from the latest "
+                "checkpoint.",
                 operation=job.what,
             )
             job.fail(error)
