@@ -289,9 +289,8 @@ def test_an_exception_in_the_middle_of_a_step() -> None:
             assert_close(in_context(ddp, lambda: loss(step)), expected)
 
         check_step(0)
-        with pytest.raises(
-            RuntimeError, match="in backward" if rank == 0 else "rank 0: its backward"
-        ):
+        told = "in backward" if rank == 0 else "rank 0: its backward"
+        with pytest.raises(RuntimeError, match=told):
             in_context(ddp, lambda: loss(1, fails=rank == 0))
         for step in (2, 3):
             check_step(step)
