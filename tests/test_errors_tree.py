@@ -53,6 +53,13 @@ TREE = {
     "GatherKeysError": ("GatherError", "ValueError"),
     "GatherTypeError": ("GatherError", "TypeError"),
     "SharedWriteError": ("PacelineError", "RuntimeError"),
+    "ServerError": ("PacelineError", "RuntimeError"),
+    "ServerLostError": ("ServerError", "ConnectionError"),
+    "ServerRefusedError": ("ServerError", "RuntimeError"),
+    "ServerKeyError": ("ServerError", "PermissionError"),
+    "ServersClosedError": ("ServerError", "RuntimeError"),
+    "IdRangeError": ("PacelineError", "IndexError"),
+    "BagsError": ("PacelineError", "ValueError"),
     "NormInputError": ("PacelineError", "ValueError"),
 }
 
