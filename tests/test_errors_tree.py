@@ -53,6 +53,8 @@ TREE = {
     "GatherKeysError": ("GatherError", "ValueError"),
     "GatherTypeError": ("GatherError", "TypeError"),
     "SharedWriteError": ("PacelineError", "RuntimeError"),
+    "ServerStartError": ("PacelineError", "RuntimeError"),
+    "ServerStateError": ("ServerStartError", "RuntimeError"),
     "NormInputError": ("PacelineError", "ValueError"),
 }
 

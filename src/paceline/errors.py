@@ -41,6 +41,8 @@ PacelineError
 │   ├── GatherKeysError (ValueError)         containers of different length or keys
 │   └── GatherTypeError (TypeError)          something that cannot be put together
 ├── SharedWriteError (RuntimeError)          replicas wrote to a parameter whose memory they share
+├── ServerStartError (RuntimeError)          a parameter server cannot start, and why
+│   └── ServerStateError                     its files are damaged, or of another version
 └── NormInputError (ValueError)              an input that cannot be normalised over its batch
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
@@ -267,3 +269,11 @@ class SharedWriteError(PacelineError, RuntimeError):
 
 class NormInputError(PacelineError, ValueError, RuntimeError):
     """A batch normalisation got an input whose statistics do not exist."""
+
+
+class ServerStartError(PacelineError, RuntimeError):
+    """A parameter server cannot start: its address or directory is taken, or a key is missing."""
+
+
+class ServerStateError(ServerStartError):
+    """A parameter server's journal or snapshot is damaged, or of another version."""
