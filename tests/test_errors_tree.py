@@ -60,6 +60,8 @@ TREE = {
     "ServersClosedError": ("ServerError", "RuntimeError"),
     "IdRangeError": ("PacelineError", "IndexError"),
     "BagsError": ("PacelineError", "ValueError"),
+    "ServerStartError": ("PacelineError", "RuntimeError"),
+    "ServerStateError": ("ServerStartError", "RuntimeError"),
     "NormInputError": ("PacelineError", "ValueError"),
 }
 

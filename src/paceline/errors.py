@@ -48,6 +48,8 @@ PacelineError
 │   └── ServersClosedError                   used after close(), or in a forked child
 ├── IdRangeError (IndexError)                an id that a table does not have
 ├── BagsError (ValueError)                   ids, offsets or weights that are no bags
+├── ServerStartError (RuntimeError)          a parameter server cannot start, and why
+│   └── ServerStateError                     its files are damaged, or of another version
 └── NormInputError (ValueError)              an input that cannot be normalised over its batch
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
@@ -344,3 +346,11 @@ class IdRangeError(PacelineError, IndexError, RuntimeError):
 
 class BagsError(PacelineError, ValueError, RuntimeError):
     """Ids, offsets or weights that are no bags: wrong shape, dtype or order."""
+
+
+class ServerStartError(PacelineError, RuntimeError):
+    """A parameter server cannot start: its address or directory is taken, or a key is missing."""
+
+
+class ServerStateError(ServerStartError):
+    """A parameter server's journal or snapshot is damaged, or of another version."""

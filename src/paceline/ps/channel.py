@@ -19,8 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import zmq
-
 from paceline.errors import (
     ServerError,
     ServerKeyError,
@@ -221,7 +219,9 @@ class Channel:
     def _too_late(self, what: str, timeout_s: float) -> ServerError:
         is_new = self._ledger.state is State.MEETING
         remedy = (
-            "is there a server at this address?" if is_new else "it must be started again with --dir"
+            "is there a server at this address?"
+            if is_new
+            else "it must be started again with --dir"
         )
         return ServerLostError(
             f"{what}: no answer from server {self.index} ({self.address}) within {timeout_s:g} s; "

@@ -1,0 +1,189 @@
+"""A data message, checked against the tables of a server: who gets which ids and values.
+
+Called by ``ps/store.py``. After ``checked`` each section is known to fit: its table exists and has
+its dtype, its ids are of this server, its arrays have the announced sizes. Nothing has been changed
+by then; what does not fit raises ``Refusal``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.ps.pooling import Bags
+from paceline.ps.refusal import Code, Refusal
+from paceline.ps.table import Table
+from paceline.ps.wire import Form, Kind, Message, Section
+
+
+@dataclass(slots=True)
+class Share:
+    """One table's checked share of a message.
+
+    Args:
+        table: Whose.
+        section: As it was sent.
+        ids: Different ids (``ROWS``), or the different ids of all bags.
+        slots: Of these.
+        values: The gradient or the new rows of ``ids``, or of the bags; None in a lookup.
+        bags: For the form ``BAGS``.
+    """
+
+    table: Table
+    section: Section
+    ids: NDArray[np.int64]
+    slots: NDArray[np.int32]
+    values: Tensor | None
+    bags: Bags | None
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of ``ids``."""
+        assert self.values is not None
+        return self.values if self.bags is None else self.bags.gradient(self.values)
+
+
+def checked(tables: Sequence[Table], message: Message) -> list[Share]:
+    """Check a LOOKUP, PUSH or WRITE completely.
+
+    Raises:
+        Refusal: It does not fit; the text names table and id.
+    """
+    kind = message.head.kind
+    values = _Values(message.values)
+    shares = [
+        _share(_table(tables, section), kind, section, integers, values)
+        for section, integers in message.integers_of()
+    ]
+    values.check_end()
+    if kind is not Kind.LOOKUP:
+        _check_once(shares)
+    return shares
+
+
+def _share(
+    table: Table, kind: Kind, section: Section, integers: NDArray[np.int64], values: _Values
+) -> Share:
+    if section.dtype is not table.spec.dtype:
+        raise Refusal(
+            Code.TABLE,
+            f"table {table.spec.name!r} has {table.spec.dtype.name}, not {section.dtype.name}",
+            table=table.spec.name,
+        )
+    has_rows = kind is not Kind.LOOKUP
+    if section.form is Form.BAGS:
+        return _bags_share(table, kind, section, integers, values)
+    rows = values.take(table, section.ids, table.spec.dim) if has_rows else None
+    slots = table.locate(integers)
+    if has_rows:
+        table.check_different(integers)
+        _check_lr(table, section.lr)
+    return Share(table, section, integers, slots, rows, None)
+
+
+def _bags_share(
+    table: Table, kind: Kind, section: Section, integers: NDArray[np.int64], values: _Values
+) -> Share:
+    if kind is Kind.WRITE or not table.pools:
+        raise Refusal(
+            Code.TABLE,
+            f"{kind.name} with bags for table {table.spec.name!r}: rows are written one by one, "
+            "and a table cut by rows is pooled by the trainer",
+            table=table.spec.name,
+        )
+    ids, offsets = integers[: section.ids], integers[section.ids :]
+    _check_offsets(table, len(ids), offsets)
+    table.locate(ids)
+    weights = values.take(table, section.ids, 1).view(-1) if section.weighted else None
+    rows = values.take(table, section.bags, table.spec.dim) if kind is Kind.PUSH else None
+    _check_lr(table, section.lr)
+    bags = Bags(table, section.mode, ids, offsets, weights)
+    return Share(table, section, bags.ids, table.locate(bags.ids), rows, bags)
+
+
+class _Values:
+    """The values frame, taken from front to back."""
+
+    def __init__(self, frame: memoryview) -> None:
+        # Tensors are made over it without a copy, which torch wants to be writable.
+        self._frame = memoryview(bytearray(frame)) if frame.readonly else frame
+        self._at = 0
+
+    def take(self, table: Table, lines: int, width: int) -> Tensor:
+        count = lines * width
+        size = count * table.dtype.itemsize
+        start, self._at = self._at, self._at + -(-size // 8) * 8
+        if self._at > len(self._frame):
+            raise Refusal(
+                Code.WIRE,
+                f"{len(self._frame)} bytes of values, and table {table.spec.name!r} alone needs "
+                f"them up to {self._at}: {lines} x {width} of {table.spec.dtype.name}",
+                table=table.spec.name,
+            )
+        if not count:
+            return torch.empty((lines, width), dtype=table.dtype)
+        flat = torch.frombuffer(self._frame, dtype=table.dtype, count=count, offset=start)
+        return flat.view(lines, width)
+
+    def check_end(self) -> None:
+        if self._at != len(self._frame):
+            raise Refusal(
+                Code.WIRE, f"{len(self._frame)} bytes of values, of which {self._at} are announced"
+            )
+
+
+def _table(tables: Sequence[Table], section: Section) -> Table:
+    if section.table >= len(tables):
+        raise Refusal(
+            Code.TABLE,
+            f"there is no table number {section.table} on this server, which has {len(tables)}; "
+            "ATTACH comes first",
+        )
+    return tables[section.table]
+
+
+def _check_once(shares: Sequence[Share]) -> None:
+    seen: set[int] = set()
+    for share in shares:
+        if share.table.number in seen:
+            raise Refusal(
+                Code.TABLE,
+                f"table {share.table.spec.name!r} comes twice in one message",
+                table=share.table.spec.name,
+            )
+        seen.add(share.table.number)
+
+
+def _check_lr(table: Table, lr: float) -> None:
+    if not (math.isfinite(lr) and lr >= 0):
+        raise Refusal(
+            Code.WIRE,
+            f"a learning rate of {lr} for table {table.spec.name!r}",
+            table=table.spec.name,
+        )
+
+
+def _check_offsets(table: Table, ids: int, offsets: NDArray[np.int64]) -> None:
+    if not len(offsets):
+        fits = ids == 0
+    else:
+        fits = offsets[0] == 0 and offsets[-1] <= ids and not (offsets[1:] < offsets[:-1]).any()
+    if not fits:
+        raise Refusal(
+            Code.WIRE,
+            f"the offsets of {len(offsets)} bags with {ids} ids of table {table.spec.name!r} do "
+            "not begin with 0, or do not ascend, or go beyond the ids",
+            table=table.spec.name,
+        )
+
+
+def reply_bytes(shares: Sequence[Share]) -> Iterator[int]:
+    """How many bytes each share of a LOOKUP takes in its FOUND."""
+    for share in shares:
+        yield share.section.rows_bytes(share.table.spec.dim)

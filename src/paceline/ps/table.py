@@ -1,0 +1,235 @@
+"""One table of one server: checks ids, reads rows, applies gradients, writes rows.
+
+Called by ``ps/store.py``. Checking and doing are apart: ``locate`` refuses what cannot be done and
+changes nothing, so that a message is checked as a whole before its first row moves. Must not know
+messages, clients or files.
+
+[Note: reading makes no row]
+A lookup of a row that was never pushed computes its first values (``ps/first_values.py``) and keeps
+nothing: memory grows with what was trained, not with what was asked for, and whoever only reads
+cannot fill a server. The price is that a row's first values are computed twice, in its first lookup
+and its first push: 0.3 us a row of 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.ps.first_values import TORCH_DTYPES, first_rows
+from paceline.ps.meter import Meter
+from paceline.ps.refusal import Code, Refusal
+from paceline.ps.shard import RowStorage
+from paceline.ps.sharding import is_owner
+from paceline.ps.spec import Shard, Sharding, TableSpec
+from paceline.ps.update import state_columns, update
+
+_ID_BYTES = 8 + 4  # of a row's id, and of its entry in the map
+
+
+@dataclass
+class Budget:
+    """The memory that all tables of a server may take. Counts rows, not pages."""
+
+    limit_bytes: int
+    used_bytes: int = 0
+
+    def check(self, more_bytes: int) -> None:
+        """Refuse what does not fit any more."""
+        if more_bytes and self.used_bytes + more_bytes > self.limit_bytes:
+            raise Refusal(
+                Code.SIZE,
+                f"the rows of this server take {self.used_bytes} bytes, {more_bytes} more are "
+                f"asked for, and --max-bytes is {self.limit_bytes}: raise it, or add servers",
+            )
+
+
+class Table:
+    """A table's shard on this server.
+
+    Args:
+        number: What messages call it.
+        spec: What it is.
+        shard: Which part of it is here.
+        budget: Shared by all tables of the server.
+    """
+
+    def __init__(self, number: int, spec: TableSpec, shard: Shard, budget: Budget) -> None:
+        self.number = number
+        self.spec = spec
+        self.shard = shard
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        self.step = 0
+        self.lookups = Meter()
+        self.pushes = Meter()
+        self.columns = state_columns(spec, self.dtype)
+        state_bytes = sum(column.width * column.dtype.itemsize for column in self.columns)
+        self.row_bytes = spec.dim * self.dtype.itemsize + state_bytes + _ID_BYTES
+        self._budget = budget
+        self._storage: RowStorage | None = None  # once there is a row
+
+    @property
+    def pools(self) -> bool:
+        """Say whether the whole table is here, so that bags can be pooled here."""
+        return self.shard.sharding is Sharding.TABLE or self.shard.count == 1
+
+    @property
+    def count(self) -> int:
+        """How many rows have been pushed to or written."""
+        return 0 if self._storage is None else self._storage.count
+
+    @property
+    def storage(self) -> RowStorage:
+        """The memory of its rows, made when it is first needed."""
+        if self._storage is None:
+            self._storage = self._new_storage()
+        return self._storage
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._budget.used_bytes -= self.count * self.row_bytes
+        self._storage = None
+        self.step = 0
+
+    def locate(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """For each id its slot, 0 for a row that has none yet.
+
+        Raises:
+            Refusal: An id is out of range, or belongs to another server.
+        """
+        if not len(ids):
+            return _NO_SLOTS
+        # As unsigned numbers, negative ids are too large as well.
+        if int(ids.view(np.uint64).max()) >= self.spec.rows:
+            self._refuse_id(ids[(ids < 0) | (ids >= self.spec.rows)][0])
+        if self.shard.count > 1 and self.shard.sharding is Sharding.RANGE:
+            self._check_owner(ids)  # the map has no place for others
+        kept = self._storage
+        slots = np.zeros(len(ids), np.int32) if kept is None else kept.slots(ids)
+        if self.shard.count > 1 and self.shard.sharding is Sharding.HASH:
+            # A row that has a slot was checked when it got it.
+            self._check_owner(ids[slots == 0])
+        return slots
+
+    def check_different(self, ids: NDArray[np.int64]) -> None:
+        """Refuse ids that come twice. Trainers send them in order, which is quickly checked."""
+        if len(ids) < 2 or (ids[1:] > ids[:-1]).all():
+            return
+        different, counts = np.unique(ids, return_counts=True)
+        if len(different) < len(ids):
+            twice = int(different[counts > 1][0])
+            raise Refusal(
+                Code.ID,
+                f"row {twice} comes twice in one message for table {self.spec.name!r}; "
+                "add up the gradients of equal ids first",
+                table=self.spec.name,
+                id=twice,
+            )
+
+    def new_bytes(self, slots: NDArray[np.int32]) -> int:
+        """How much memory it takes to keep the rows that have no slot yet."""
+        return (len(slots) - int(np.count_nonzero(slots))) * self.row_bytes
+
+    def read(self, ids: NDArray[np.int64], slots: NDArray[np.int32], out: Tensor) -> None:
+        """Copy rows to ``out``, ``len(ids) x dim``. Changes nothing."""
+        if not len(ids):
+            return
+        missing = np.flatnonzero(slots == 0)
+        if len(missing) < len(slots):
+            torch.index_select(self.storage.rows, 0, torch.from_numpy(slots), out=out)
+        if len(missing):
+            out[torch.from_numpy(missing)] = self._first_rows(ids[missing])
+        self._renormalise(out)
+
+    def push(
+        self, ids: NDArray[np.int64], slots: NDArray[np.int32], grad: Tensor, lr: float
+    ) -> None:
+        """Apply the gradient of these rows; ids are different, slots come from ``locate``."""
+        self.step += 1
+        if not len(ids):
+            return
+        where = torch.from_numpy(self._materialise(ids, slots).astype(np.int64))
+        storage = self.storage
+        rows = storage.rows.index_select(0, where)
+        if self.spec.max_norm is not None:
+            self._renormalise(rows)
+            storage.rows.index_copy_(0, where, rows)
+        if self.spec.padding_idx is not None:
+            keep = torch.from_numpy(ids != self.spec.padding_idx)
+            where, rows, grad = where[keep], rows[keep], grad[keep]
+        state = tuple(column.index_select(0, where) for column in storage.state)
+        update(self.spec.optimizer, rows, state, grad, lr, self.step)
+        storage.rows.index_copy_(0, where, rows)
+        for column, changed in zip(storage.state, state, strict=True):
+            column.index_copy_(0, where, changed)
+
+    def write(self, ids: NDArray[np.int64], slots: NDArray[np.int32], values: Tensor) -> None:
+        """Overwrite rows; their optimizer state begins anew."""
+        if not len(ids):
+            return
+        where = torch.from_numpy(self._materialise(ids, slots).astype(np.int64))
+        self.storage.rows.index_copy_(0, where, values)
+        for column, state in zip(self.columns, self.storage.state, strict=True):
+            state.index_fill_(0, where, column.start)
+
+    def adopt(self, ids: NDArray[np.int64], rows: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Take rows with their state, as they were saved."""
+        slots = self._materialise(ids, self.locate(ids))
+        where = torch.from_numpy(slots.astype(np.int64))
+        self.storage.rows.index_copy_(0, where, rows)
+        for column, saved in zip(self.storage.state, state, strict=True):
+            column.index_copy_(0, where, saved)
+
+    def _materialise(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        missing = np.flatnonzero(slots == 0)
+        if not len(missing):
+            return slots
+        new = ids[missing]
+        slots[missing] = self.storage.add(new, self._first_rows(new))
+        self._budget.used_bytes += len(new) * self.row_bytes
+        return slots
+
+    def _first_rows(self, ids: NDArray[np.int64]) -> Tensor:
+        spec = self.spec
+        rows = first_rows(spec.init, spec.name, spec.dim, spec.dtype, ids)
+        if spec.padding_idx is not None:
+            rows[torch.from_numpy(ids == spec.padding_idx)] = 0
+        return rows
+
+    def _renormalise(self, rows: Tensor) -> None:
+        if self.spec.max_norm is not None:
+            lines = torch.arange(len(rows))
+            torch.embedding_renorm_(rows, lines, self.spec.max_norm, self.spec.norm_type)
+
+    def _new_storage(self) -> RowStorage:
+        spec, shard = self.spec, self.shard
+        first, last = 0, spec.rows
+        if shard.sharding is Sharding.RANGE:
+            first = spec.rows * shard.index // shard.count
+            last = spec.rows * (shard.index + 1) // shard.count
+        most = self._budget.limit_bytes // self.row_bytes
+        return RowStorage(first, last, spec.dim, self.dtype, self.columns, most)
+
+    def _check_owner(self, ids: NDArray[np.int64]) -> None:
+        if not len(ids):
+            return
+        mine = is_owner(self.shard, self.spec.rows, ids)
+        if not mine.all():
+            self._refuse_id(ids[~mine][0])
+
+    def _refuse_id(self, id: np.int64) -> None:
+        spec, shard, found = self.spec, self.shard, int(id)
+        text = f"row {found} of table {spec.name!r}, which has rows 0 to {spec.rows - 1}"
+        if 0 <= found < spec.rows:
+            text = (
+                f"row {found} of table {spec.name!r} is not on this server, which has shard "
+                f"{shard.index} of {shard.count} ({shard.sharding.value})"
+            )
+        raise Refusal(Code.ID, text, table=spec.name, id=found)
+
+
+_NO_SLOTS: NDArray[np.int32] = np.empty(0, np.int32)
