@@ -344,7 +344,7 @@ class IdRangeError(PacelineError, IndexError, RuntimeError):
         self.id = id
 
 
-class BagsError(PacelineError, ValueError, RuntimeError):
+class BagsError(PacelineError, ValueError, NotImplementedError):
     """Ids, offsets or weights that are no bags: wrong shape, dtype or order."""
 
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import (
     ServerError,
@@ -203,9 +204,9 @@ class Channel:
             )
         if self._ledger.state is State.LOST:
             raise ServerLostError(
-                f"{what}: server {self.index} ({self.address}) came back without its state: pushes "
-                "that it had acknowledged are gone. Load the last save on a new connection; a server "
-                "started with --dir keeps its state",
+                f"{what}: server {self.index} ({self.address}) came back without its state: "
+                "pushes that it had acknowledged are gone. Load the last save on a new connection; "
+                "a server started with --dir keeps its state",
                 **self._facts(what),
             )
         if self._ledger.complaint and self._ledger.state is State.MEETING:
@@ -239,5 +240,5 @@ class Channel:
             **self._facts(pending.what),
         )
 
-    def _facts(self, what: str) -> dict[str, object]:
+    def _facts(self, what: str) -> dict[str, Any]:
         return {"server": self.index, "address": self.address, "operation": what}

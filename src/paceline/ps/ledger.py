@@ -1,23 +1,24 @@
 """What a trainer has asked one server for, and what came back. Pure: no socket, no clock.
 
-``ps/channel.py`` sends what this ledger says and hands it what arrives. Here is the client's half of
-the protocol of ``docs/decisions/0007-parameter-servers.md``; the server's half is its store.
+``ps/channel.py`` sends what this ledger says and hands it what arrives. Here is the client's half
+of the protocol of ``docs/decisions/0007-parameter-servers.md``; the server's half is its store.
 
 [Note: why nothing is lost, doubled or seen too early]
-Facts: (a) ZeroMQ delivers what is sent over *one* connection in order, or not at all, and the server
-answers in that order, SAVE excepted. (b) A connection may break at any time and is made anew behind
-our back; messages and replies on their way are lost then, and queued ones follow over the new one.
-(c) The server applies number ``applied + 1`` and no other, and keeps ``applied`` with its tables.
+Facts: (a) ZeroMQ delivers what is sent over *one* connection in order, or not at all, and the
+server answers in that order, SAVE excepted. (b) A connection may break at any time and is made
+anew behind our back; messages and replies on their way are lost then, and queued ones follow over
+the new one. (c) The server applies number ``applied + 1`` and no other, and keeps ``applied`` with
+its tables.
 
 1. *Requests are numbered in the order of sending, and a message that is sent again gets a new
    number.* So a reply to an old number is nobody's, and is dropped.
 2. *A reply is believed only if it answers the oldest open request.* If one was skipped, by (a) a
    connection broke in between. A lookup that overtook a lost push would show rows without it.
 3. *Whoever doubts says HELLO, and believes no lookup until its WELCOME.* What was sent before that
-   HELLO and is not answered when WELCOME comes has been lost, by (a), or its reply has. Pushes up to
-   ``applied`` are struck off, the others are sent again in order, then the lookups. By (c) a push of
-   which both copies arrive counts once, and one that overtakes a lost one is refused (``gap``), which
-   is a reason to doubt.
+   HELLO and is not answered when WELCOME comes has been lost, by (a), or its reply has. Pushes up
+   to ``applied`` are struck off, the others are sent again in order, then the lookups. By (c) a
+   push of which both copies arrive counts once, and one that overtakes a lost one is refused
+   (``gap``), which is a reason to doubt.
 4. *Acknowledged means applied for good.* A WELCOME whose ``applied`` is smaller than what was
    acknowledged comes from a server without its state. Every table costs a client one sequenced
    message (ATTACH), so whoever has used a table notices.
