@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline import ps
 from paceline.testing import warm_up
 
-STEPS = 50
+STEPS = 20
 ROWS, DIM, TABLES = 300, 16, 3
 LR = 0.1
 

@@ -18,7 +18,8 @@ its tables.
    HELLO and is not answered when WELCOME comes has been lost, by (a), or its reply has. Pushes up
    to ``applied`` are struck off, the others are sent again in order, then the lookups. By (c) a
    push of which both copies arrive counts once, and one that overtakes a lost one is refused
-   (``gap``), which is a reason to doubt.
+   (``gap``), which is a reason to doubt. If a push was lost, requests that were
+   sent after the HELLO are sent again as well, behind it: their first copies do not see the push.
 4. *Acknowledged means applied for good.* A WELCOME whose ``applied`` is smaller than what was
    acknowledged comes from a server without its state. Every table costs a client one sequenced
    message (ATTACH), so whoever has used a table notices.
@@ -191,11 +192,10 @@ class Ledger:
         is_same = control["incarnation"] == self.incarnation
         self.incarnation = str(control["incarnation"])
         self.state = State.OPEN
-        lost = [
-            each
-            for each in self._open.values()
-            if each.request < self._hello and not (is_same and each.kind is Kind.SAVE)
-        ]
+        asked = [each for each in self._open.values() if not (is_same and each.kind is Kind.SAVE)]
+        lost = [each for each in asked if each.request < self._hello]
+        if any(each.sequence > applied for each in lost):
+            lost = asked  # what was sent after HELLO would be answered before what is sent now
         return self._repeat(lost, applied)
 
     def _repeat(self, lost: list[Pending], applied: int) -> list[list[Frame]]:
