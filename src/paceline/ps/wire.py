@@ -55,6 +55,14 @@ _HEAD = struct.Struct("<4sHBBQ16sQII")
 # table, form, mode, flags, dtype, ids, bags, lr
 _SECTION = struct.Struct("<IBBBBQQd")
 
+RECORD = np.dtype(
+    [
+        *(("table", "<u4"), ("form", "u1"), ("mode", "u1"), ("flags", "u1"), ("dtype", "u1")),
+        *(("ids", "<u8"), ("bags", "<u8"), ("lr", "<f8")),
+    ]
+)
+"""The record of a section as numpy has it: whoever sends many sections keeps them as an array."""
+
 Frame = bytes | bytearray | memoryview
 
 
@@ -200,7 +208,7 @@ def pack_control(head: Head, control: Mapping[str, Any]) -> list[Frame]:
     text = json.dumps(control, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > CONTROL_BYTES:
         raise WireError(f"{len(text)} bytes of JSON, of {CONTROL_BYTES} allowed")
-    return [_pack_head(head, 0) + text]
+    return [pack_head(head, 0) + text]
 
 
 def pack_data(
@@ -211,10 +219,11 @@ def pack_data(
         _SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
         for s in sections
     )
-    return [b"".join((_pack_head(head, len(sections)), *records)), integers, values]
+    return [b"".join((pack_head(head, len(sections)), *records)), integers, values]
 
 
-def _pack_head(head: Head, sections: int) -> bytes:
+def pack_head(head: Head, sections: int = 0) -> bytes:
+    """The first 48 bytes of a message; records (as of ``RECORD``) or JSON follow."""
     return _HEAD.pack(
         MAGIC, VERSION, head.kind, 0, head.request, head.client, head.sequence, sections, 0
     )
@@ -238,6 +247,16 @@ def unpack(frames: Sequence[Frame]) -> Message:
     found = tuple(_unpack_sections(rest, sections))
     integers = _unpack_integers(head.kind, frames[1], found)
     return Message(head, {}, found, integers, memoryview(frames[2]).cast("B"))
+
+
+def read_head(frame: Frame) -> tuple[Head, memoryview]:
+    """The head of a message, and what follows it in the first frame, unread.
+
+    Raises:
+        WireError: It is none.
+    """
+    first = memoryview(frame)
+    return _unpack_head(first)[0], first[_HEAD.size :]
 
 
 _NO_INTEGERS: NDArray[np.int64] = np.empty(0, np.int64)
