@@ -143,8 +143,8 @@ class Store:
                 "rows": table.count,
                 "bytes": table.count * table.row_bytes,
                 "ids": table.lookups.ids + table.pushes.ids,
-                **table.lookups.summary("lookup"),
-                **table.pushes.summary("push"),
+                **table.lookups.summary("lookup", "lookups"),
+                **table.pushes.summary("push", "pushes"),
             }
             for table in self.tables[first:last]
         ]

@@ -177,8 +177,17 @@ class Table:
             state.index_fill_(0, where, column.start)
 
     def adopt(self, ids: NDArray[np.int64], rows: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Take rows with their state, as they were saved."""
-        slots = self._materialise(ids, self.locate(ids))
+        """Take rows with their state, as they were saved.
+
+        Raises:
+            Refusal: They do not fit.
+        """
+        slots = self.locate(ids)
+        self._budget.check(self.new_bytes(slots))
+        missing = np.flatnonzero(slots == 0)
+        if len(missing):
+            slots[missing] = self.storage.add(ids[missing], rows[torch.from_numpy(missing)])
+            self._budget.used_bytes += len(missing) * self.row_bytes
         where = torch.from_numpy(slots.astype(np.int64))
         self.storage.rows.index_copy_(0, where, rows)
         for column, saved in zip(self.storage.state, state, strict=True):
