@@ -45,7 +45,7 @@ def write_snapshot(path: Path, store: Store) -> None:
     refusals = [
         [line, sequence, refusal.to_json()]
         for line, (_, client) in enumerate(clients)
-        for sequence, refusal in client.refusals.items()
+        for sequence, refusal in (client.refusals or {}).items()
     ]
     metadata = {
         "format": FORMAT,
@@ -146,6 +146,7 @@ def _read_clients(file: TensorFile, store: Store) -> None:
         (bytes(name.tolist()), Client(count)) for name, count in zip(names, applied, strict=True)
     ]
     for line, sequence, refusal in json.loads(file.metadata["refusals"]):
-        clients[line][1].refusals[sequence] = Refusal.from_json(refusal)
+        client = clients[line][1]
+        client.refusals = {**(client.refusals or {}), sequence: Refusal.from_json(refusal)}
     for name, client in clients:
         store.clients.restore(name, client)
