@@ -7,7 +7,6 @@ by then; what does not fit raises ``Refusal``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,35 +55,84 @@ def checked(tables: Sequence[Table], message: Message) -> list[Share]:
         Refusal: It does not fit; the text names table and id.
     """
     kind = message.head.kind
+    facts = _Facts(kind is not Kind.LOOKUP, message.integers)
     values = _Values(message.values)
-    shares = [
-        _share(_table(tables, section), kind, section, integers, values)
-        for section, integers in message.integers_of()
-    ]
+    shares = []
+    at = 0
+    for section in message.sections:
+        table = _table(tables, section)
+        _check_kind(table, section)
+        end = at + section.ids + section.bags
+        integers = message.integers[at:end]
+        if section.form is Form.BAGS:
+            share = _bags_share(table, kind, section, integers, values)
+        else:
+            share = _rows_share(table, section, integers, values, facts, at)
+        shares.append(share)
+        at = end
     values.check_end()
-    if kind is not Kind.LOOKUP:
+    if facts.has_values:
         _check_once(shares)
     return shares
 
 
-def _share(
-    table: Table, kind: Kind, section: Section, integers: NDArray[np.int64], values: _Values
-) -> Share:
+class _Facts:
+    """What one look at all integers of a message says about each of its sections.
+
+    The checks of a section cost as much as its work when it is small: here one call of numpy is
+    for all of them. Where the quick answer is no, the section is looked at by itself.
+    """
+
+    def __init__(self, has_values: bool, integers: NDArray[np.int64]) -> None:
+        self.has_values = has_values
+        # As unsigned numbers, negative ids are the largest.
+        self.largest = int(integers.view(np.uint64).max()) if len(integers) else 0
+        self._steps_back: NDArray[np.intp] | None = None
+        if has_values:
+            self._steps_back = np.flatnonzero(integers[1:] <= integers[:-1])
+
+    def is_ascending(self, start: int, count: int) -> bool:
+        """Say whether these integers grow from one to the next, so that all are different."""
+        back = self._steps_back
+        if back is None or count < 2:
+            return True
+        # A step back at i is between i and i + 1.
+        first, last = np.searchsorted(back, (start, start + count - 1))
+        return bool(first == last)
+
+
+def _check_kind(table: Table, section: Section) -> None:
     if section.dtype is not table.spec.dtype:
         raise Refusal(
             Code.TABLE,
             f"table {table.spec.name!r} has {table.spec.dtype.name}, not {section.dtype.name}",
             table=table.spec.name,
         )
-    has_rows = kind is not Kind.LOOKUP
-    if section.form is Form.BAGS:
-        return _bags_share(table, kind, section, integers, values)
-    rows = values.take(table, section.ids, table.spec.dim) if has_rows else None
-    slots = table.locate(integers)
-    if has_rows:
-        table.check_different(integers)
-        _check_lr(table, section.lr)
-    return Share(table, section, integers, slots, rows, None)
+    # Infinite or not a number: subtracting it from itself is not zero.
+    if not (section.lr >= 0 and section.lr - section.lr == 0):
+        raise Refusal(
+            Code.WIRE,
+            f"a learning rate of {section.lr} for table {table.spec.name!r}",
+            table=table.spec.name,
+        )
+
+
+def _rows_share(
+    table: Table,
+    section: Section,
+    ids: NDArray[np.int64],
+    values: _Values,
+    facts: _Facts,
+    at: int,
+) -> Share:
+    in_range = facts.largest < table.spec.rows
+    slots = table.locate_in_range(ids) if in_range else table.locate(ids)
+    if not facts.has_values:
+        return Share(table, section, ids, slots, None, None)
+    if not facts.is_ascending(at, section.ids):
+        table.check_different(ids)
+    rows = values.take(table, section.ids, table.spec.dim)
+    return Share(table, section, ids, slots, rows, None)
 
 
 def _bags_share(
@@ -102,7 +150,6 @@ def _bags_share(
     table.locate(ids)
     weights = values.take(table, section.ids, 1).view(-1) if section.weighted else None
     rows = values.take(table, section.bags, table.spec.dim) if kind is Kind.PUSH else None
-    _check_lr(table, section.lr)
     bags = Bags(table, section.mode, ids, offsets, weights)
     return Share(table, section, bags.ids, table.locate(bags.ids), rows, bags)
 
@@ -113,16 +160,17 @@ class _Values:
     def __init__(self, frame: memoryview) -> None:
         # Tensors are made over it without a copy, which torch wants to be writable.
         self._frame = memoryview(bytearray(frame)) if frame.readonly else frame
+        self._length = len(frame)
         self._at = 0
 
     def take(self, table: Table, lines: int, width: int) -> Tensor:
         count = lines * width
         size = count * table.dtype.itemsize
         start, self._at = self._at, self._at + -(-size // 8) * 8
-        if self._at > len(self._frame):
+        if self._at > self._length:
             raise Refusal(
                 Code.WIRE,
-                f"{len(self._frame)} bytes of values, and table {table.spec.name!r} alone needs "
+                f"{self._length} bytes of values, and table {table.spec.name!r} alone needs "
                 f"them up to {self._at}: {lines} x {width} of {table.spec.dtype.name}",
                 table=table.spec.name,
             )
@@ -132,9 +180,9 @@ class _Values:
         return flat.view(lines, width)
 
     def check_end(self) -> None:
-        if self._at != len(self._frame):
+        if self._at != self._length:
             raise Refusal(
-                Code.WIRE, f"{len(self._frame)} bytes of values, of which {self._at} are announced"
+                Code.WIRE, f"{self._length} bytes of values, of which {self._at} are announced"
             )
 
 
@@ -158,15 +206,6 @@ def _check_once(shares: Sequence[Share]) -> None:
                 table=share.table.spec.name,
             )
         seen.add(share.table.number)
-
-
-def _check_lr(table: Table, lr: float) -> None:
-    if not (math.isfinite(lr) and lr >= 0):
-        raise Refusal(
-            Code.WIRE,
-            f"a learning rate of {lr} for table {table.spec.name!r}",
-            table=table.spec.name,
-        )
 
 
 def _check_offsets(table: Table, ids: int, offsets: NDArray[np.int64]) -> None:

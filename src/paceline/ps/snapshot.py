@@ -102,11 +102,9 @@ def table_tensors(table: Table) -> dict[str, Tensor]:
     """All that a table keeps, by name: views of its memory, in the order of its slots."""
     if not table.count:
         return {}
-    storage, stop = table.storage, table.count + 1
-    tensors = {"ids": torch.from_numpy(storage.ids()), "rows": storage.rows[1:stop]}
-    for column, state in zip(table.columns, storage.state, strict=True):
-        tensors[f"state.{column.name}"] = state[1:stop]
-    return tensors
+    names = ["rows", *(f"state.{column.name}" for column in table.columns)]
+    kept = zip(names, table.storage.kept(), strict=True)
+    return {"ids": torch.from_numpy(table.storage.ids()), **dict(kept)}
 
 
 Piece = tuple[Tensor, Tensor, tuple[Tensor, ...]]
