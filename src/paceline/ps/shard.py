@@ -118,6 +118,11 @@ class RowStorage:
         for column, first in zip(self._state, self._starts, strict=True):
             column.tensor[torch.from_numpy(slots).long()] = first
 
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The rows, then each kind of state."""
+        return (self._rows, *self._state)
+
     def ids(self) -> NDArray[np.int64]:
         """The ids of all rows, in the order of their slots, which begin with 1."""
         return self._ids[1 : self.count + 1]
@@ -145,7 +150,11 @@ class Column:
         """Copies of these lines."""
         found = np.empty(len(slots), self.raw.dtype)
         self.raw.take(slots, 0, found, "clip")
-        return torch.frombuffer(found, dtype=self.tensor.dtype).view(-1, self._width)
+        return self.as_tensor(found)
+
+    def as_tensor(self, lines: NDArray[np.void]) -> Tensor:
+        """Lines that were copied from ``raw``, for arithmetic."""
+        return torch.frombuffer(lines, dtype=self.tensor.dtype).view(-1, self._width)
 
     def scatter(self, slots: NDArray[np.int32], values: Tensor) -> None:
         """Overwrite these lines. Values must be contiguous."""

@@ -23,6 +23,7 @@ from paceline.ps.refusal import Code, Refusal
 from paceline.ps.sections import Share, checked, reply_bytes
 from paceline.ps.spec import Shard, Sharding, TableSpec
 from paceline.ps.table import Budget, Table
+from paceline.ps.together import push_all
 from paceline.ps.wire import Frame, Head, Kind, Message, pack_head
 
 log = logging.getLogger(__name__)
@@ -174,10 +175,7 @@ class Store:
         shares = self._checked_with_memory(message)
 
         def change() -> dict[str, Any]:
-            for share in shares:
-                start_ns = time.perf_counter_ns()
-                share.table.push(share.ids, share.slots, share.gradient, share.section.lr)
-                share.table.pushes.add(share.section.ids, start_ns, time.perf_counter_ns())
+            push_all(shares)
             return {}
 
         return change
@@ -187,7 +185,6 @@ class Store:
 
         def change() -> dict[str, Any]:
             for share in shares:
-                assert share.values is not None
                 share.table.write(share.ids, share.slots, share.values)
             return {}
 

@@ -157,7 +157,7 @@ class Table:
         self.step += 1
         if not len(ids):
             return
-        slots = self._materialise(ids, slots)
+        slots = self.materialise(ids, slots)
         if self.spec.max_norm is not None:
             rows = self.storage.gather(slots)[0]
             self._renormalise(rows)
@@ -175,7 +175,7 @@ class Table:
         """Overwrite rows; their optimizer state begins anew."""
         if not len(ids):
             return
-        slots = self._materialise(ids, slots)
+        slots = self.materialise(ids, slots)
         self.storage.scatter_rows(slots, values)
         self.storage.start_state(slots)
 
@@ -194,7 +194,8 @@ class Table:
         if len(ids):
             self.storage.scatter(slots, rows, state)
 
-    def _materialise(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int32]:
+    def materialise(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Keep the rows that are not kept yet; returns the slots of all."""
         if np.count_nonzero(slots) == len(slots):
             return slots
         missing = np.flatnonzero(slots == 0)
