@@ -7,12 +7,12 @@ sequenced messages and on nothing else.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.wire import Head
 
-MOST_CLIENTS = 1 << 16
+MOST_CLIENTS = 1 << 14
 """So many are remembered. The one that has been silent longest is forgotten; if it comes back, it
 is told of a gap, and never has a push applied twice."""
 MOST_REFUSALS = 8
@@ -33,7 +33,8 @@ class Client:
     """One connection of one trainer."""
 
     applied: int = 0
-    refusals: dict[int, Refusal] = field(default_factory=dict)
+    refusals: dict[int, Refusal] | None = None
+    """By number; None is none, which is what nearly all clients have."""
 
 
 class Clients:
@@ -66,7 +67,7 @@ class Clients:
                 f"number {head.sequence} of client {head.client.hex()[:8]} came after {applied}; "
                 "say HELLO and send again what is missing",
             )
-        if known is not None and head.sequence in known.refusals:
+        if known is not None and known.refusals and head.sequence in known.refusals:
             raise known.refusals[head.sequence]
         return Admission.AGAIN
 
@@ -76,7 +77,7 @@ class Clients:
         self._clients[head.client] = known  # now the most recent
         known.applied = head.sequence
         if refusal is not None:
-            known.refusals[head.sequence] = refusal
+            known.refusals = {**(known.refusals or {}), head.sequence: refusal}
             if len(known.refusals) > MOST_REFUSALS:
                 del known.refusals[next(iter(known.refusals))]
         if len(self._clients) > MOST_CLIENTS:

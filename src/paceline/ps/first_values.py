@@ -7,8 +7,8 @@ first asked for, or whether it was asked for before. Nothing here has state.
 [Note: the same bits everywhere]
 Only integer arithmetic, table look-ups, additions and products are used, which are exact by IEEE
 754 on each machine. Logarithms and cosines (Box and Muller) differ in the last bit from one CPU to
-the next. A normal value is a quantile, interpolated between 2 x 32,768 tabulated ones; the last is
-that of 1 - 2**-17, so values end at 4.3 standard deviations.
+the next. A normal value is a quantile, interpolated between 65,537 tabulated ones; the first and
+last are those of 2**-17 and 1 - 2**-17, so values end at 4.3 standard deviations.
 """
 
 from __future__ import annotations
@@ -88,20 +88,26 @@ def _values(init: Init, bits: NDArray[np.uint32], work: Any) -> NDArray[Any]:
         unit = (bits >> np.uint32(8)).astype(work) * work(2.0**-24)
         uniform: NDArray[Any] = unit * work(init.b - init.a) + work(init.a)
         return uniform
-    quantiles, steps = _half_normal(work)
-    cell = (bits >> np.uint32(17)).astype(np.intp)
-    part = ((bits >> np.uint32(1)) & np.uint32(0xFFFF)).astype(work) * work(2.0**-16)
-    size = quantiles[cell] + steps[cell] * part
-    found: NDArray[Any] = np.where(bits & np.uint32(1), size, -size) * work(init.b) + work(init.a)
-    return found
+    # The upper 16 bits choose a cell, the lower ones a place in it.
+    halves = np.ascontiguousarray(bits).view(np.uint16).reshape(*bits.shape, 2)
+    quantiles, steps = _normal_cells(work)
+    cells = halves[..., 1].astype(np.intp)
+    normal: NDArray[Any] = steps[cells]
+    normal *= halves[..., 0]
+    normal += quantiles[cells]
+    if (init.a, init.b) != (0.0, 1.0):
+        normal *= work(init.b)
+        normal += work(init.a)
+    return normal
 
 
 @functools.cache
-def _half_normal(work: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Quantiles of the upper half at the borders of the cells, and how much each cell adds."""
+def _normal_cells(work: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """For each cell the quantile where it begins, and a 65,536th of what it adds."""
     inverse = statistics.NormalDist().inv_cdf
-    borders = [inverse(0.5 + 0.5 * cell / _CELLS) for cell in range(_CELLS)]
-    borders.append(inverse(1.0 - 2.0**-17))
+    half = [inverse(0.5 + 0.5 * cell / _CELLS) for cell in range(1, _CELLS)]
+    last = inverse(1.0 - 2.0**-17)
     # Rounded to float32 first: the logarithm behind a quantile may differ in its last bit.
-    exact = np.array(borders, np.float32).astype(work)
-    return exact[:-1], np.diff(exact)
+    upper = np.array([*half, last], np.float32).astype(work)
+    borders = np.concatenate((-upper[::-1], np.zeros(1, work), upper))
+    return borders[:-1], np.diff(borders) * work(2.0**-16)

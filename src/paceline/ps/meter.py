@@ -31,7 +31,7 @@ class Meter:
         self.ids += ids
         self._recent.append((end_ns, end_ns - start_ns))
 
-    def summary(self, name: str) -> dict[str, Any]:
+    def summary(self, name: str, plural: str) -> dict[str, Any]:
         """Calls and ids since the start; rate and quantiles of what is recent."""
         now_ns = time.perf_counter_ns()
         since_ns = now_ns - int(RECENT_S * 1e9)
@@ -41,9 +41,9 @@ class Meter:
             span_s = max(1e-9, (now_ns - recent[0][0]) / 1e9)
         took = sorted(took_ns for _, took_ns in recent)
         return {
-            f"{name}s": self.calls,
+            plural: self.calls,
             f"{name}_ids": self.ids,
-            f"{name}s_per_s": round(len(recent) / span_s, 3),
+            f"{plural}_per_s": round(len(recent) / span_s, 3),
             f"{name}_p50_us": _quantile_us(took, 0.50),
             f"{name}_p99_us": _quantile_us(took, 0.99),
         }

@@ -49,8 +49,9 @@ class Bags:
         if not len(self.ids):
             out.zero_()
             return
-        rows = torch.empty((len(self.ids), self._table.spec.dim), dtype=self._table.dtype)
-        self._table.read(self.ids, slots, rows)
+        raw = np.empty(len(self.ids), self._table.raw_dtype)
+        self._table.read(self.ids, slots, raw)
+        rows = torch.frombuffer(raw, dtype=self._table.dtype).view(-1, self._table.spec.dim)
         out.copy_(self._pool(rows))
 
     def gradient(self, grad: Tensor) -> Tensor:

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from paceline.errors import PacelineError
+from paceline.ps.durable import Durable
+from paceline.ps.handler import Handler
 from paceline.ps.options import parse_settings
+from paceline.ps.saving import SavePlace
 from paceline.ps.server import Server
 from paceline.ps.settings import ServerSettings
 from paceline.ps.store import Store
@@ -47,7 +50,12 @@ def serve(
     torch.set_num_threads(1)
     with _stop_signals(ignore_interrupt) as stop_fd, contextlib.ExitStack() as stack:
         store = Store(settings.max_bytes, settings.max_message_bytes)
-        server = Server(settings, store)
+        durable = None
+        if settings.directory is not None:
+            durable = Durable(settings.directory, store, settings.fsync)
+            stack.callback(durable.close)
+        place = SavePlace(settings.save_root, is_open=not settings.is_tcp)
+        server = Server(settings, Handler(store, durable, place), durable)
         stack.callback(server.close)
         ready(server.address)
         server.run([stop_fd] if owner_fd is None else [stop_fd, owner_fd])
@@ -62,13 +70,22 @@ def set_up_logging() -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a server in this process, and return the exit code."""
-    set_up_logging()
     try:
-        settings = parse_settings(words)
-        serve(settings, lambda address: print(f"paceline ps: serving at {address}", flush=True))
+        return run_here(parse_settings(words))
     except PacelineError as error:
         print(f"paceline ps serve: {error}", file=sys.stderr)
-        return 2
+        return 1
+
+
+def run_here(settings: ServerSettings) -> int:
+    """Run a server in this process, saying where it is and that it has ended.
+
+    Raises:
+        PacelineError: It cannot start, or cannot go on.
+    """
+    set_up_logging()
+    serve(settings, lambda address: print(f"paceline ps: serving at {address}", flush=True))
+    print("paceline ps: ended", flush=True)
     return 0
 
 

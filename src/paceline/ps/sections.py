@@ -7,7 +7,7 @@ by then; what does not fit raises ``Refusal``.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.ps.pooling import Bags
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.table import Table
-from paceline.ps.wire import Form, Kind, Message, Section
+from paceline.ps.wire import ALIGNMENT, Form, Kind, Message, Section, aligned
 
 
 @dataclass(slots=True)
@@ -31,7 +31,8 @@ class Share:
         section: As it was sent.
         ids: Different ids (``ROWS``), or the different ids of all bags.
         slots: Of these.
-        values: The gradient or the new rows of ``ids``, or of the bags; None in a lookup.
+        frame: The values of the whole message.
+        offset: Where the gradient or the new rows of ``ids``, or of the bags, begin in it.
         bags: For the form ``BAGS``.
     """
 
@@ -39,14 +40,37 @@ class Share:
     section: Section
     ids: NDArray[np.int64]
     slots: NDArray[np.int32]
-    values: Tensor | None
+    frame: memoryview
+    offset: int
     bags: Bags | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether its gradient is for its rows, with nothing before or behind the update.
+
+        And whether the next section's values follow at once.
+        """
+        spec = self.table.spec
+        is_padded = len(self.ids) * self.table.raw_dtype.itemsize % ALIGNMENT
+        has_extras = spec.max_norm is not None or spec.padding_idx is not None
+        return self.bags is None and not has_extras and not is_padded
+
+    @property
+    def values(self) -> Tensor:
+        """What was sent for each row, or for each bag."""
+        lines = self.section.ids if self.bags is None else self.section.bags
+        return _tensor(self.table, self.frame, self.offset, lines, self.table.spec.dim)
 
     @property
     def gradient(self) -> Tensor:
         """The gradient of ``ids``."""
-        assert self.values is not None
         return self.values if self.bags is None else self.bags.gradient(self.values)
+
+    def part(self, start: int, stop: int) -> Share:
+        """These rows of it alone; only if it is plain."""
+        offset = self.offset + start * self.table.raw_dtype.itemsize
+        ids, slots = self.ids[start:stop], self.slots[start:stop]
+        return Share(self.table, self.section, ids, slots, self.frame, offset, None)
 
 
 def checked(tables: Sequence[Table], message: Message) -> list[Share]:
@@ -56,35 +80,74 @@ def checked(tables: Sequence[Table], message: Message) -> list[Share]:
         Refusal: It does not fit; the text names table and id.
     """
     kind = message.head.kind
+    facts = _Facts(message)
     values = _Values(message.values)
-    shares = [
-        _share(_table(tables, section), kind, section, integers, values)
-        for section, integers in message.integers_of()
-    ]
+    shares = []
+    at = 0
+    for section in message.sections:
+        table = _table(tables, section)
+        _check_kind(table, section)
+        end = at + section.ids + section.bags
+        integers = message.integers[at:end]
+        if section.form is Form.BAGS:
+            share = _bags_share(table, kind, section, integers, values)
+        else:
+            share = _rows_share(table, section, integers, values, facts)
+        shares.append(share)
+        at = end
     values.check_end()
-    if kind is not Kind.LOOKUP:
+    if facts.has_values:
         _check_once(shares)
     return shares
 
 
-def _share(
-    table: Table, kind: Kind, section: Section, integers: NDArray[np.int64], values: _Values
-) -> Share:
+class _Facts:
+    """What one look at all integers of a message says about each of its sections.
+
+    The checks of a section cost as much as its work when it is small: here one call of numpy is
+    for all of them. Where the quick answer is no, the section is looked at by itself.
+    """
+
+    def __init__(self, message: Message) -> None:
+        integers = message.integers
+        self.has_values = message.head.kind is not Kind.LOOKUP
+        # As unsigned numbers, negative ids are the largest.
+        self.largest = int(integers.view(np.uint64).max()) if len(integers) else 0
+        self.is_ascending = True
+        if self.has_values:
+            borders = set(itertools.accumulate(s.ids + s.bags for s in message.sections))
+            steps_back = np.flatnonzero(integers[1:] <= integers[:-1]).tolist()
+            # A step back at i is between i and i + 1; between two sections it means nothing.
+            self.is_ascending = all(place + 1 in borders for place in steps_back)
+
+
+def _check_kind(table: Table, section: Section) -> None:
     if section.dtype is not table.spec.dtype:
         raise Refusal(
             Code.TABLE,
             f"table {table.spec.name!r} has {table.spec.dtype.name}, not {section.dtype.name}",
             table=table.spec.name,
         )
-    has_rows = kind is not Kind.LOOKUP
-    if section.form is Form.BAGS:
-        return _bags_share(table, kind, section, integers, values)
-    rows = values.take(table, section.ids, table.spec.dim) if has_rows else None
-    slots = table.locate(integers)
-    if has_rows:
-        table.check_different(integers)
-        _check_lr(table, section.lr)
-    return Share(table, section, integers, slots, rows, None)
+    # Infinite or not a number: subtracting it from itself is not zero.
+    if not (section.lr >= 0 and section.lr - section.lr == 0):
+        raise Refusal(
+            Code.WIRE,
+            f"a learning rate of {section.lr} for table {table.spec.name!r}",
+            table=table.spec.name,
+        )
+
+
+def _rows_share(
+    table: Table, section: Section, ids: NDArray[np.int64], values: _Values, facts: _Facts
+) -> Share:
+    in_range = facts.largest < table.spec.rows
+    slots = table.locate_in_range(ids) if in_range else table.locate(ids)
+    if not facts.has_values:
+        return Share(table, section, ids, slots, values.frame, 0, None)
+    if not facts.is_ascending:
+        table.check_different(ids)
+    offset = values.take(table, section.ids, table.spec.dim)
+    return Share(table, section, ids, slots, values.frame, offset, None)
 
 
 def _bags_share(
@@ -100,11 +163,21 @@ def _bags_share(
     ids, offsets = integers[: section.ids], integers[section.ids :]
     _check_offsets(table, len(ids), offsets)
     table.locate(ids)
-    weights = values.take(table, section.ids, 1).view(-1) if section.weighted else None
-    rows = values.take(table, section.bags, table.spec.dim) if kind is Kind.PUSH else None
-    _check_lr(table, section.lr)
+    weights = None
+    if section.weighted:
+        weights_at = values.take(table, section.ids, 1)
+        weights = _tensor(table, values.frame, weights_at, section.ids, 1).view(-1)
+    offset = values.take(table, section.bags, table.spec.dim) if kind is Kind.PUSH else 0
     bags = Bags(table, section.mode, ids, offsets, weights)
-    return Share(table, section, bags.ids, table.locate(bags.ids), rows, bags)
+    return Share(table, section, bags.ids, table.locate(bags.ids), values.frame, offset, bags)
+
+
+def _tensor(table: Table, frame: memoryview, offset: int, lines: int, width: int) -> Tensor:
+    if not lines:
+        return torch.empty((0, width), dtype=table.dtype)
+    count = lines * width
+    flat = torch.frombuffer(frame, dtype=table.dtype, count=count, offset=offset)
+    return flat.view(lines, width)
 
 
 class _Values:
@@ -112,29 +185,27 @@ class _Values:
 
     def __init__(self, frame: memoryview) -> None:
         # Tensors are made over it without a copy, which torch wants to be writable.
-        self._frame = memoryview(bytearray(frame)) if frame.readonly else frame
+        self.frame = memoryview(bytearray(frame)) if frame.readonly else frame
+        self._length = len(frame)
         self._at = 0
 
-    def take(self, table: Table, lines: int, width: int) -> Tensor:
-        count = lines * width
-        size = count * table.dtype.itemsize
-        start, self._at = self._at, self._at + -(-size // 8) * 8
-        if self._at > len(self._frame):
+    def take(self, table: Table, lines: int, width: int) -> int:
+        """Where the next array begins; it is there as a whole."""
+        start = self._at
+        self._at = start + aligned(lines * width * table.dtype.itemsize)
+        if self._at > self._length:
             raise Refusal(
                 Code.WIRE,
-                f"{len(self._frame)} bytes of values, and table {table.spec.name!r} alone needs "
+                f"{self._length} bytes of values, and table {table.spec.name!r} alone needs "
                 f"them up to {self._at}: {lines} x {width} of {table.spec.dtype.name}",
                 table=table.spec.name,
             )
-        if not count:
-            return torch.empty((lines, width), dtype=table.dtype)
-        flat = torch.frombuffer(self._frame, dtype=table.dtype, count=count, offset=start)
-        return flat.view(lines, width)
+        return start
 
     def check_end(self) -> None:
-        if self._at != len(self._frame):
+        if self._at != self._length:
             raise Refusal(
-                Code.WIRE, f"{len(self._frame)} bytes of values, of which {self._at} are announced"
+                Code.WIRE, f"{self._length} bytes of values, of which {self._at} are announced"
             )
 
 
@@ -158,15 +229,6 @@ def _check_once(shares: Sequence[Share]) -> None:
                 table=share.table.spec.name,
             )
         seen.add(share.table.number)
-
-
-def _check_lr(table: Table, lr: float) -> None:
-    if not (math.isfinite(lr) and lr >= 0):
-        raise Refusal(
-            Code.WIRE,
-            f"a learning rate of {lr} for table {table.spec.name!r}",
-            table=table.spec.name,
-        )
 
 
 def _check_offsets(table: Table, ids: int, offsets: NDArray[np.int64]) -> None:

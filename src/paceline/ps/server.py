@@ -1,8 +1,7 @@
 """The server's loop: one thread, one ROUTER socket, one message after the other.
 
-Called by ``ps/process.py``. Takes messages apart, hands them to the store, journals what changes
-it, and answers. Whatever arrives, the loop goes on: bytes that are no message, and messages that
-cannot be obeyed, are answered with ERROR and logged, a few lines at a time.
+Called by ``ps/process.py``. Receives, lets ``ps/handler.py`` answer, sends; and between messages
+takes snapshots and looks after forked children. Knows nothing of what messages mean.
 
 [Note: bounded]
 A frame has at most ``max_message_bytes``; a message that has more frames than any kind has is
@@ -12,82 +11,120 @@ asks again by the protocol. No reply is ever waited for.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import os
-import secrets
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-from paceline.ps.clients import Admission
-from paceline.ps.outlet import RefusalLog
+from paceline.ps.background import Job
+from paceline.ps.durable import Durable
+from paceline.ps.entrance import Entrance
+from paceline.ps.faults import Place, reach
+from paceline.ps.handler import Handler, Later
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.settings import ServerSettings
-from paceline.ps.store import Store
-from paceline.ps.wire import SEQUENCED, Frame, Head, Kind, Message, WireError, pack_control, unpack
+from paceline.ps.wire import Frame
 
 log = logging.getLogger("paceline.ps")
 
 QUEUED = 256
 """So many messages wait for one peer, in each direction."""
 AT_ONCE = 64
-"""So many are handled before timers and signals are looked at."""
+"""So many are handled before timers and signals are looked at, and synced together."""
 _FRAMES = 3
 _SMALL = 8192  # ZeroMQ packs smaller frames anywhere into a buffer, so they are not aligned
-_PAGE = 32  # tables in one answer to STATS; more might not fit into a control message
-_NOBODY = Head(Kind.ERROR, 0, bytes(16))
+_LINGER_MS = 200
+_MOST_JOBS = 16  # saves that wait for one another
 
 
 class Server:
-    """Serves one store at one address.
+    """Serves at one address.
 
     Args:
         settings: Where and how.
-        store: What.
+        handler: What answers.
+        durable: What is snapshotted now and then, or None.
+
+    Raises:
+        ServerStartError: The address is taken, or cannot be had.
     """
 
-    def __init__(self, settings: ServerSettings, store: Store) -> None:
+    def __init__(self, settings: ServerSettings, handler: Handler, durable: Durable | None) -> None:
         self._settings = settings
-        self._store = store
-        self._refusals = RefusalLog()
-        self._dropped = 0
-        self._start_s = time.monotonic()
-        self.incarnation = secrets.token_hex(8)
+        self._handler = handler
+        self._durable = durable
+        self._jobs: deque[tuple[Callable[[], Any], Callable[[Job], None]]] = deque()
+        self._job: tuple[Job, Callable[[Job], None]] | None = None
+        self._next_snapshot_s = time.monotonic() + settings.snapshot_every_s
         self._context = zmq.Context()
-        self._socket = _router(self._context, settings)
+        try:
+            self._entrance = Entrance(self._context, settings, handler.refusals)
+            self._socket = self._entrance.open(QUEUED)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
-    def run(self, stop_fds: list[int]) -> None:
-        """Serve until one of the descriptors has something to read, or its other end is closed."""
+    def run(self, stop_fds: Sequence[int]) -> None:
+        """Serve until one of the descriptors has something to read, or its other end is closed.
+
+        Raises:
+            ServerStateError: The journal cannot be written any more.
+        """
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        for socket in (self._socket, *self._entrance.sockets):
+            poller.register(socket, zmq.POLLIN)
         for descriptor in stop_fds:
             poller.register(descriptor, zmq.POLLIN | zmq.POLLERR)
+        watched: Job | None = None
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(self._until_timer_ms()))
             if any(descriptor in ready for descriptor in stop_fds):
                 return
-            self._serve_some()
+            if self._socket in ready:
+                self._serve_some()
+            if self._entrance.is_news(ready):
+                self._entrance.look()
+            self._start_snapshot()
+            job = self._tend_jobs(watched is not None and watched.fileno() in ready)
+            if job is not watched:
+                if watched is not None:
+                    poller.unregister(watched.fileno())
+                if job is not None:
+                    poller.register(job.fileno(), zmq.POLLIN)
+                watched = job
 
     def close(self) -> None:
         """Let go of socket and address. Replies that are on their way get a moment."""
-        self._refusals.flush()
-        self._socket.close(linger=200)
+        if self._job is not None:
+            self._job[0].cancel()
+        self._handler.refusals.flush()
+        self._socket.close(linger=_LINGER_MS)
+        self._entrance.close()
         self._context.term()
-        path = self._settings.socket_path
-        if path is not None:
-            path.unlink(missing_ok=True)
 
     def _serve_some(self) -> None:
+        """Handle what has arrived; with ``fsync``, one sync for all of it before any answer."""
+        answers: list[tuple[bytes, list[Frame]]] = []
         for _ in range(AT_ONCE):
             try:
                 peer, frames = self._receive()
             except zmq.Again:
-                return
-            self._send(peer, self._answer(frames))
+                break
+            answer = self._handler.answer(frames)
+            if isinstance(answer, Later):
+                self._enqueue(peer, answer)
+            elif self._settings.fsync:
+                answers.append((peer, answer))
+            else:
+                self._send(peer, answer)
+        if answers and self._durable is not None:
+            self._durable.sync()
+            for peer, answer in answers:
+                self._send(peer, answer)
 
     def _receive(self) -> tuple[bytes, list[Frame]]:
         socket = self._socket
@@ -105,118 +142,57 @@ class Server:
     def _send(self, peer: bytes, frames: list[Frame]) -> None:
         try:
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
-        except (zmq.Again, zmq.ZMQError):  # it does not read, or is gone
-            self._dropped += 1
+            reach(Place.SENT)
+        except zmq.ZMQError:  # it does not read, or is gone
+            self._handler.dropped += 1
 
-    def _answer(self, frames: list[Frame]) -> list[Frame]:
+    def _until_timer_ms(self) -> int | None:
+        if not self._settings.snapshot_every_s or self._durable is None:
+            return None
+        return max(0, int(1000 * (self._next_snapshot_s - time.monotonic())) + 1)
+
+    def _start_snapshot(self) -> None:
+        if self._durable is None or not self._settings.snapshot_every_s:
+            return
+        if time.monotonic() < self._next_snapshot_s:
+            return
+        self._next_snapshot_s = time.monotonic() + self._settings.snapshot_every_s
+        if self._durable.has_changed and self._job is None:
+            self._jobs.appendleft((self._durable.begin_snapshot(), self._end_snapshot))
+
+    def _end_snapshot(self, job: Job) -> None:
+        assert self._durable is not None
         try:
-            message = unpack(frames)
-        except WireError as error:
-            return self._refuse(_NOBODY, "a message", Refusal(Code.WIRE, str(error)))
-        head = message.head
-        try:
-            if head.kind in SEQUENCED:
-                return _done(head, self._change(message))
-            return self._look(message)
-        except Refusal as refusal:
-            what = f"{head.kind.name} {head.sequence} of client {head.client.hex()[:8]}"
-            return self._refuse(head, what, refusal)
-        except Exception as error:
-            log.exception("%s failed; this is a fault of the server", head.kind.name)
-            text = f"{type(error).__name__} in the server: {error}"
-            return self._refuse(head, head.kind.name, Refusal(Code.INTERNAL, text))
+            job.finish()
+        except OSError as error:
+            log.warning("a snapshot failed, journals are kept: %s", error)
+            return
+        self._durable.end_snapshot()
 
-    def _look(self, message: Message) -> list[Frame]:
-        head = message.head
-        if head.kind is Kind.LOOKUP:
-            return self._store.lookup(message)
-        if head.kind is Kind.HELLO:
-            return pack_control(_reply(Kind.WELCOME, head), self._welcome(head, message.control))
-        if head.kind is Kind.STATS:
-            return _done(head, self._stats(message.control))
-        raise Refusal(Code.WIRE, f"{head.kind.name} is no request")
+    def _enqueue(self, peer: bytes, later: Later) -> None:
+        if len(self._jobs) < _MOST_JOBS:
+            self._jobs.append((later.work, self._answer_later(peer, later)))
+            return
+        busy = Refusal(Code.SAVE, f"{_MOST_JOBS} saves are waiting already")
+        self._send(peer, self._handler.refuse(later.head, busy))
 
-    def _change(self, message: Message) -> dict[str, Any]:
-        if self._store.admit(message.head) is Admission.AGAIN:
-            return self._store.repeat(message)
-        try:
-            change = self._store.prepare(message)
-        except Refusal as refusal:
-            self._store.clients.count(message.head, refusal)
-            raise
-        return self._store.commit(message.head, change)
+    def _answer_later(self, peer: bytes, later: Later) -> Callable[[Job], None]:
+        def end(job: Job) -> None:
+            try:
+                answer = later.done(job.finish())
+            except OSError as error:
+                answer = self._handler.refuse(later.head, Refusal(Code.SAVE, str(error)))
+            self._send(peer, answer)
 
-    def _welcome(self, head: Head, control: Mapping[str, Any]) -> dict[str, Any]:
-        nonce = control.get("nonce")
-        if type(nonce) is not int or nonce.bit_length() > 64:
-            raise Refusal(Code.WIRE, "HELLO without a nonce of at most 64 bits")
-        return {
-            "nonce": nonce,
-            "incarnation": self.incarnation,
-            "applied": self._store.clients.applied(head.client),
-            "durable": self._settings.directory is not None,
-            "server": f"paceline {VERSION_TEXT}",
-        }
+        return end
 
-    def _stats(self, control: Mapping[str, Any]) -> dict[str, Any]:
-        first = control.get("first", 0)
-        if type(first) is not int or first < 0:
-            raise Refusal(Code.WIRE, "STATS begins with a table's number")
-        return {
-            "version": VERSION_TEXT,
-            "pid": os.getpid(),
-            "address": self.address,
-            "uptime_s": round(time.monotonic() - self._start_s, 1),
-            "rss_bytes": _rss_bytes(),
-            "incarnation": self.incarnation,
-            "durable": self._settings.directory is not None,
-            "clients": len(self._store.clients),
-            "refused": self._refusals.total,
-            "dropped": self._dropped,
-            "used_bytes": self._store.budget.used_bytes,
-            "max_bytes": self._store.budget.limit_bytes,
-            "table_count": len(self._store.tables),
-            "tables": self._store.stats(first, first + _PAGE),
-        }
-
-    def _refuse(self, head: Head, what: str, refusal: Refusal) -> list[Frame]:
-        self._refusals.add(f"refused {what}: [{refusal.code.value}] {refusal.text}")
-        return pack_control(_reply(Kind.ERROR, head), refusal.to_json())
-
-
-def _version_text() -> str:
-    try:
-        return importlib.metadata.version("paceline")
-    except importlib.metadata.PackageNotFoundError:  # run from its source tree
-        return "unknown"
-
-
-VERSION_TEXT = _version_text()
-
-
-def _router(context: zmq.Context[zmq.Socket[bytes]], settings: ServerSettings) -> Any:
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes)
-    socket.setsockopt(zmq.RCVHWM, QUEUED)
-    socket.setsockopt(zmq.SNDHWM, QUEUED)
-    # A reply that cannot go out is counted instead of vanishing.
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.bind(settings.address)
-    return socket
-
-
-def _reply(kind: Kind, head: Head) -> Head:
-    return Head(kind, head.request, head.client)
-
-
-def _done(head: Head, control: dict[str, Any]) -> list[Frame]:
-    return pack_control(_reply(Kind.DONE, head), control)
-
-
-def _rss_bytes() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # not Linux
-        return 0
+    def _tend_jobs(self, is_done: bool) -> Job | None:
+        """End the child that is done, start the next; returns the one at work."""
+        if is_done and self._job is not None:
+            job, end = self._job
+            self._job = None
+            end(job)
+        if self._job is None and self._jobs:
+            work, end = self._jobs.popleft()
+            self._job = (Job(work), end)
+        return None if self._job is None else self._job[0]

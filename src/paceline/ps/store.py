@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
 from paceline.ps.clients import Admission, Clients
@@ -22,7 +23,8 @@ from paceline.ps.refusal import Code, Refusal
 from paceline.ps.sections import Share, checked, reply_bytes
 from paceline.ps.spec import Shard, Sharding, TableSpec
 from paceline.ps.table import Budget, Table
-from paceline.ps.wire import Form, Frame, Head, Kind, Message, pack_data
+from paceline.ps.together import push_all
+from paceline.ps.wire import Frame, Head, Kind, Message, pack_head
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +73,14 @@ class Store:
         values = np.empty(total, np.uint8)
         at = 0
         for share, size in zip(shares, sizes, strict=True):
-            self._found(share, values[at : at + size])
+            _found(share, values, at)
             at += size
             end_ns = time.perf_counter_ns()
             share.table.lookups.add(share.section.ids, start_ns, end_ns)
             start_ns = end_ns
         head = message.head
-        reply = Head(Kind.FOUND, head.request, head.client)
-        return pack_data(reply, message.sections, b"", values.data)
+        reply = pack_head(Head(Kind.FOUND, head.request, head.client), len(shares))
+        return [reply + message.records, b"", values.data]
 
     def admit(self, head: Head) -> Admission:
         """See :meth:`Clients.admit`."""
@@ -143,23 +145,11 @@ class Store:
                 "rows": table.count,
                 "bytes": table.count * table.row_bytes,
                 "ids": table.lookups.ids + table.pushes.ids,
-                **table.lookups.summary("lookup"),
-                **table.pushes.summary("push"),
+                **table.lookups.summary("lookup", "lookups"),
+                **table.pushes.summary("push", "pushes"),
             }
             for table in self.tables[first:last]
         ]
-
-    def _found(self, share: Share, out: np.ndarray[Any, Any]) -> None:
-        table, section = share.table, share.section
-        lines = section.bags if section.form is Form.BAGS else section.ids
-        count = lines * table.spec.dim
-        if not count:
-            return
-        rows = torch.from_numpy(out).view(table.dtype)[:count].view(lines, table.spec.dim)
-        if share.bags is None:
-            table.read(share.ids, share.slots, rows)
-        else:
-            share.bags.pooled(share.slots, rows)
 
     def _prepare_attach(self, message: Message) -> Change:
         spec, shard = _described(message.control)
@@ -185,10 +175,7 @@ class Store:
         shares = self._checked_with_memory(message)
 
         def change() -> dict[str, Any]:
-            for share in shares:
-                start_ns = time.perf_counter_ns()
-                share.table.push(share.ids, share.slots, share.gradient, share.section.lr)
-                share.table.pushes.add(share.section.ids, start_ns, time.perf_counter_ns())
+            push_all(shares)
             return {}
 
         return change
@@ -198,7 +185,6 @@ class Store:
 
         def change() -> dict[str, Any]:
             for share in shares:
-                assert share.values is not None
                 share.table.write(share.ids, share.slots, share.values)
             return {}
 
@@ -208,6 +194,18 @@ class Store:
         shares = checked(self.tables, message)
         self.budget.check(sum(share.table.new_bytes(share.slots) for share in shares))
         return shares
+
+
+def _found(share: Share, values: NDArray[np.uint8], at: int) -> None:
+    """Write what was asked for into a reply."""
+    table, section = share.table, share.section
+    if share.bags is None:
+        out = np.ndarray((section.ids,), table.raw_dtype, values, at)
+        table.read(share.ids, share.slots, out)
+    elif section.bags:
+        count = section.bags * table.spec.dim
+        flat = torch.frombuffer(values, dtype=table.dtype, count=count, offset=at)
+        share.bags.pooled(share.slots, flat.view(section.bags, table.spec.dim))
 
 
 def _described(control: Mapping[str, Any]) -> tuple[TableSpec, Shard]:

@@ -8,7 +8,7 @@ messages, clients or files.
 A lookup of a row that was never pushed computes its first values (``ps/first_values.py``) and keeps
 nothing: memory grows with what was trained, not with what was asked for, and whoever only reads
 cannot fill a server. The price is that a row's first values are computed twice, in its first lookup
-and its first push: 0.3 us a row of 64.
+and its first push: 0.4 us a row of 64.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Table:
         self.columns = state_columns(spec, self.dtype)
         state_bytes = sum(column.width * column.dtype.itemsize for column in self.columns)
         self.row_bytes = spec.dim * self.dtype.itemsize + state_bytes + _ID_BYTES
+        self.raw_dtype = np.dtype(f"V{spec.dim * self.dtype.itemsize}")
         self._budget = budget
         self._storage: RowStorage | None = None  # once there is a row
 
@@ -106,19 +107,22 @@ class Table:
         # As unsigned numbers, negative ids are too large as well.
         if int(ids.view(np.uint64).max()) >= self.spec.rows:
             self._refuse_id(ids[(ids < 0) | (ids >= self.spec.rows)][0])
-        if self.shard.count > 1 and self.shard.sharding is Sharding.RANGE:
+        return self.locate_in_range(ids)
+
+    def locate_in_range(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The same for ids that are known to be in range."""
+        is_cut = self.shard.count > 1
+        if is_cut and self.shard.sharding is Sharding.RANGE:
             self._check_owner(ids)  # the map has no place for others
         kept = self._storage
         slots = np.zeros(len(ids), np.int32) if kept is None else kept.slots(ids)
-        if self.shard.count > 1 and self.shard.sharding is Sharding.HASH:
+        if is_cut and self.shard.sharding is Sharding.HASH and np.count_nonzero(slots) < len(ids):
             # A row that has a slot was checked when it got it.
             self._check_owner(ids[slots == 0])
         return slots
 
     def check_different(self, ids: NDArray[np.int64]) -> None:
-        """Refuse ids that come twice. Trainers send them in order, which is quickly checked."""
-        if len(ids) < 2 or (ids[1:] > ids[:-1]).all():
-            return
+        """Refuse ids that come twice."""
         different, counts = np.unique(ids, return_counts=True)
         if len(different) < len(ids):
             twice = int(different[counts > 1][0])
@@ -134,16 +138,17 @@ class Table:
         """How much memory it takes to keep the rows that have no slot yet."""
         return (len(slots) - int(np.count_nonzero(slots))) * self.row_bytes
 
-    def read(self, ids: NDArray[np.int64], slots: NDArray[np.int32], out: Tensor) -> None:
-        """Copy rows to ``out``, ``len(ids) x dim``. Changes nothing."""
-        if not len(ids):
-            return
-        missing = np.flatnonzero(slots == 0)
-        if len(missing) < len(slots):
-            torch.index_select(self.storage.rows, 0, torch.from_numpy(slots), out=out)
-        if len(missing):
-            out[torch.from_numpy(missing)] = self._first_rows(ids[missing])
-        self._renormalise(out)
+    def read(self, ids: NDArray[np.int64], slots: NDArray[np.int32], out: NDArray[np.void]) -> None:
+        """Copy rows to ``out``, one element of ``raw_dtype`` for each. Changes nothing."""
+        count = np.count_nonzero(slots)
+        if count and self._storage is not None:
+            self._storage.read(slots, out)
+        if count < len(slots):
+            missing = np.flatnonzero(slots == 0)
+            out[missing] = _raw(self._first_rows(ids[missing]), self.raw_dtype)
+        if self.spec.max_norm is not None and len(out):
+            rows = torch.frombuffer(out, dtype=self.dtype).view(len(out), self.spec.dim)
+            self._renormalise(rows)
 
     def push(
         self, ids: NDArray[np.int64], slots: NDArray[np.int32], grad: Tensor, lr: float
@@ -152,42 +157,48 @@ class Table:
         self.step += 1
         if not len(ids):
             return
-        where = torch.from_numpy(self._materialise(ids, slots).astype(np.int64))
-        storage = self.storage
-        rows = storage.rows.index_select(0, where)
+        slots = self.materialise(ids, slots)
         if self.spec.max_norm is not None:
+            rows = self.storage.gather(slots)[0]
             self._renormalise(rows)
-            storage.rows.index_copy_(0, where, rows)
+            self.storage.scatter_rows(slots, rows)
         if self.spec.padding_idx is not None:
-            keep = torch.from_numpy(ids != self.spec.padding_idx)
-            where, rows, grad = where[keep], rows[keep], grad[keep]
-        state = tuple(column.index_select(0, where) for column in storage.state)
+            keep = ids != self.spec.padding_idx
+            slots, grad = slots[keep], grad[torch.from_numpy(keep)]
+            if not len(slots):
+                return
+        rows, state = self.storage.gather(slots)
         update(self.spec.optimizer, rows, state, grad, lr, self.step)
-        storage.rows.index_copy_(0, where, rows)
-        for column, changed in zip(storage.state, state, strict=True):
-            column.index_copy_(0, where, changed)
+        self.storage.scatter(slots, rows, state)
 
     def write(self, ids: NDArray[np.int64], slots: NDArray[np.int32], values: Tensor) -> None:
         """Overwrite rows; their optimizer state begins anew."""
         if not len(ids):
             return
-        where = torch.from_numpy(self._materialise(ids, slots).astype(np.int64))
-        self.storage.rows.index_copy_(0, where, values)
-        for column, state in zip(self.columns, self.storage.state, strict=True):
-            state.index_fill_(0, where, column.start)
+        slots = self.materialise(ids, slots)
+        self.storage.scatter_rows(slots, values)
+        self.storage.start_state(slots)
 
     def adopt(self, ids: NDArray[np.int64], rows: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Take rows with their state, as they were saved."""
-        slots = self._materialise(ids, self.locate(ids))
-        where = torch.from_numpy(slots.astype(np.int64))
-        self.storage.rows.index_copy_(0, where, rows)
-        for column, saved in zip(self.storage.state, state, strict=True):
-            column.index_copy_(0, where, saved)
+        """Take rows with their state, as they were saved.
 
-    def _materialise(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        Raises:
+            Refusal: They do not fit.
+        """
+        slots = self.locate(ids)
+        self._budget.check(self.new_bytes(slots))
         missing = np.flatnonzero(slots == 0)
-        if not len(missing):
+        if len(missing):
+            slots[missing] = self.storage.add(ids[missing], rows[torch.from_numpy(missing)])
+            self._budget.used_bytes += len(missing) * self.row_bytes
+        if len(ids):
+            self.storage.scatter(slots, rows, state)
+
+    def materialise(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Keep the rows that are not kept yet; returns the slots of all."""
+        if np.count_nonzero(slots) == len(slots):
             return slots
+        missing = np.flatnonzero(slots == 0)
         new = ids[missing]
         slots[missing] = self.storage.add(new, self._first_rows(new))
         self._budget.used_bytes += len(new) * self.row_bytes
@@ -230,6 +241,12 @@ class Table:
                 f"{shard.index} of {shard.count} ({shard.sharding.value})"
             )
         raise Refusal(Code.ID, text, table=spec.name, id=found)
+
+
+def _raw(rows: Tensor, dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    """Rows as single elements; see [Note: rows as single elements] in ``ps/shard.py``."""
+    found: NDArray[np.void] = rows.view(torch.uint8).numpy().view(dtype).reshape(-1)
+    return found
 
 
 _NO_SLOTS: NDArray[np.int32] = np.empty(0, np.int32)
