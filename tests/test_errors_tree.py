@@ -53,6 +53,15 @@ TREE = {
     "GatherKeysError": ("GatherError", "ValueError"),
     "GatherTypeError": ("GatherError", "TypeError"),
     "SharedWriteError": ("PacelineError", "RuntimeError"),
+    "ServerError": ("PacelineError", "RuntimeError"),
+    "ServerLostError": ("ServerError", "ConnectionError"),
+    "ServerRefusedError": ("ServerError", "RuntimeError"),
+    "ServerKeyError": ("ServerError", "PermissionError"),
+    "ServersClosedError": ("ServerError", "RuntimeError"),
+    "IdRangeError": ("PacelineError", "IndexError"),
+    "BagsError": ("PacelineError", "ValueError"),
+    "ServerStartError": ("PacelineError", "RuntimeError"),
+    "ServerStateError": ("ServerStartError", "RuntimeError"),
     "NormInputError": ("PacelineError", "ValueError"),
 }
 

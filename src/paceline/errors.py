@@ -41,6 +41,15 @@ PacelineError
 │   ├── GatherKeysError (ValueError)         containers of different length or keys
 │   └── GatherTypeError (TypeError)          something that cannot be put together
 ├── SharedWriteError (RuntimeError)          replicas wrote to a parameter whose memory they share
+├── ServerError (RuntimeError)               a parameter server did not do what was asked
+│   ├── ServerLostError (ConnectionError)    it did not answer in time, or came back without state
+│   ├── ServerRefusedError                   it refused a message, and says why
+│   ├── ServerKeyError (PermissionError)     it does not accept this trainer's key
+│   └── ServersClosedError                   used after close(), or in a forked child
+├── IdRangeError (IndexError)                an id that a table does not have
+├── BagsError (ValueError)                   ids, offsets or weights that are no bags
+├── ServerStartError (RuntimeError)          a parameter server cannot start, and why
+│   └── ServerStateError                     its files are damaged, or of another version
 └── NormInputError (ValueError)              an input that cannot be normalised over its batch
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
@@ -267,3 +276,81 @@ class SharedWriteError(PacelineError, RuntimeError):
 
 class NormInputError(PacelineError, ValueError, RuntimeError):
     """A batch normalisation got an input whose statistics do not exist."""
+
+
+class ServerError(PacelineError, RuntimeError):
+    """A parameter server did not do what was asked.
+
+    Attributes:
+        server: Its index among the servers of this connection.
+        address: Where it is, or was.
+        table: The table concerned, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        server: int = -1,
+        address: str = "",
+        table: str | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(message, **facts)
+        self.server = server
+        self.address = address
+        self.table = table
+
+
+class ServerLostError(ServerError, ConnectionError):
+    """A server did not answer before the deadline, or came back without its state."""
+
+
+class ServerRefusedError(ServerError):
+    """A server refused a message.
+
+    Attributes:
+        code: Which kind of refusal, as in ``docs/decisions/0007-parameter-servers.md``.
+        id: The id concerned, where there is one.
+    """
+
+    def __init__(
+        self, message: str, *, code: str = "", id: int | None = None, **facts: Any
+    ) -> None:
+        super().__init__(message, **facts)
+        self.code = code
+        self.id = id
+
+
+class ServerKeyError(ServerError, PermissionError):
+    """A server does not accept this trainer's key, or is not the one that it claims to be."""
+
+
+class ServersClosedError(ServerError):
+    """A connection to servers was used after it was closed, or in a forked child."""
+
+
+class IdRangeError(PacelineError, IndexError, RuntimeError):
+    """An id is outside of its table.
+
+    Attributes:
+        table: The table's name.
+        id: The id.
+    """
+
+    def __init__(self, message: str, *, table: str = "", id: int = -1, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.table = table
+        self.id = id
+
+
+class BagsError(PacelineError, ValueError, NotImplementedError):
+    """Ids, offsets or weights that are no bags: wrong shape, dtype or order."""
+
+
+class ServerStartError(PacelineError, RuntimeError):
+    """A parameter server cannot start: its address or directory is taken, or a key is missing."""
+
+
+class ServerStateError(ServerStartError):
+    """A parameter server's journal or snapshot is damaged, or of another version."""

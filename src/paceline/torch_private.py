@@ -42,6 +42,10 @@ __all__ = [
     "current_context_id",
     "default_group",
     "device_index",
+    "embedding_backward",
+    "embedding_bag_backward",
+    "embedding_bag_forward",
+    "embedding_bag_weights_backward",
     "gloo_group",
     "group_timeout",
     "is_inside_backward",
@@ -257,3 +261,11 @@ def knows_sync_batch_norm(device: torch.device) -> bool:
     """Whether torch's SyncBatchNorm has kernels for a device."""
     own: str = torch._C._get_privateuse1_backend_name()
     return device.type in ("cuda", "hpu", "xpu", own)
+
+
+# The two halves of ``embedding_bag`` and ``embedding``, as autograd calls them. Parameter servers
+# pool many tables by one call, and need the backward for each (``ps/pool.py``).
+embedding_bag_forward = torch.ops.aten._embedding_bag.default
+embedding_bag_backward = torch.ops.aten._embedding_bag_backward.default
+embedding_bag_weights_backward = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
+embedding_backward = torch.ops.aten.embedding_backward.default

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "bench": "measure on this machine: bench hooks, bench hybrid",
+    "ps": "parameter servers: ps serve, ps stats, ps keys",
     "demo": "train a small network on handwritten digits, on several ranks of this machine",
 }
 
@@ -21,6 +22,7 @@ example:
   paceline demo --ranks 2                train with Paceline, see accuracy and step time
   paceline bench hooks --plot hooks.png  which hook wins at which speed of the link
   paceline bench hybrid --trainers 2     embedding servers: torch's recipe beside ours
+  paceline ps serve ipc:///tmp/t.sock    a parameter server for embedding tables
   paceline demo --ranks 2 --plain-torch  the same with torch's own DistributedDataParallel
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,11 @@ class Init:
     b: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _check_number("a table's init", "a", self.a, above=-math.inf)
+        _check_number("a table's init", "b", self.b, above=-math.inf)
+        _check_range("a table's init", "seed", self.seed, -(1 << 63), (1 << 64) - 1)
+
 
 @dataclass(frozen=True)
 class TableSpec:
@@ -77,20 +83,20 @@ class TableSpec:
     dim: int
     dtype: Dtype = Dtype.FLOAT32
     optimizer: Optimizer = field(default_factory=SGD)
-    init: Init = Init()
+    init: Init = field(default_factory=Init)
     padding_idx: int | None = None
     max_norm: float | None = None
     norm_type: float = 2.0
 
     def __post_init__(self) -> None:
-        if not (0 < len(self.name) <= NAME_LENGTH and self.name.isprintable()):
-            raise ConfigurationError(
-                f"a table's name has 1 to {NAME_LENGTH} printable characters, not {self.name!r:.80}"
-            )
-        _check_range(self.name, "rows", self.rows, 1, ROWS)
-        _check_range(self.name, "dim", self.dim, 1, DIM)
+        _check_name(self.name)
+        _check_range(f"table {self.name!r}", "rows", self.rows, 1, ROWS)
+        _check_range(f"table {self.name!r}", "dim", self.dim, 1, DIM)
+        if self.max_norm is not None:
+            _check_number(f"table {self.name!r}", "max_norm", self.max_norm, above=0.0)
+        _check_number(f"table {self.name!r}", "norm_type", self.norm_type, above=0.0)
         if self.padding_idx is not None:
-            _check_range(self.name, "padding_idx", self.padding_idx, 0, self.rows - 1)
+            _check_range(f"table {self.name!r}", "padding_idx", self.padding_idx, 0, self.rows - 1)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -124,7 +130,7 @@ class TableSpec:
                 init=Init(start=start, **init),
                 **fields,
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigurationError(f"no description of a table: {error!r:.200}") from None
 
 
@@ -141,9 +147,23 @@ class Shard:
             raise ConfigurationError(f"shard {self.index} of {self.count} does not exist")
 
 
-def _check_range(table: str, what: str, value: Any, low: int, high: int) -> None:
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH or not name.isprintable():
+        raise ConfigurationError(
+            f"a table's name has 1 to {NAME_LENGTH} printable characters, not {name!r:.80}"
+        )
+
+
+def _check_number(whose: str, what: str, value: Any, above: float) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not value > above:
+        raise ConfigurationError(
+            f"{whose}: {what} must be a finite number above {above:g}, not {value!r:.40}"
+        )
+
+
+def _check_range(whose: str, what: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigurationError(
-            f"table {table!r}: {what} must be a whole number from {low} to {high}, "
-            f"not {value!r:.40}"
+            f"{whose}: {what} must be a whole number from {low} to {high}, not {value!r:.40}"
         )

@@ -36,8 +36,7 @@ import enum
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +53,14 @@ SECTIONS = 4096
 _HEAD = struct.Struct("<4sHBBQ16sQII")
 # table, form, mode, flags, dtype, ids, bags, lr
 _SECTION = struct.Struct("<IBBBBQQd")
+
+RECORD = np.dtype(
+    [
+        *(("table", "<u4"), ("form", "u1"), ("mode", "u1"), ("flags", "u1"), ("dtype", "u1")),
+        *(("ids", "<u8"), ("bags", "<u8"), ("lr", "<f8")),
+    ]
+)
+"""The record of a section as numpy has it: whoever sends many sections keeps them as an array."""
 
 Frame = bytes | bytearray | memoryview
 
@@ -125,8 +132,7 @@ class Dtype(enum.IntEnum):
         return (4, 8, 2, 2)[self]
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """The fixed part of a message.
 
     Args:
@@ -143,8 +149,7 @@ class Head:
     sequence: int = 0
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """One table's share of a data message; ``dim`` is the table's, and not on the wire."""
 
     table: int
@@ -159,7 +164,7 @@ class Section:
     @property
     def integers(self) -> int:
         """How many integers the section has."""
-        return self.ids + (self.bags if self.form is Form.BAGS else 0)
+        return self.ids + self.bags  # no bags with ROWS
 
     @property
     def weights_bytes(self) -> int:
@@ -172,8 +177,7 @@ class Section:
         return aligned(count * dim * self.dtype.itemsize)
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A message, taken apart. Arrays are views of the frames."""
 
     head: Head
@@ -181,6 +185,8 @@ class Message:
     sections: tuple[Section, ...]
     integers: NDArray[np.int64]
     values: memoryview
+    records: memoryview
+    """The records of the sections as they came; FOUND repeats those of its LOOKUP."""
 
     def integers_of(self) -> Iterator[tuple[Section, NDArray[np.int64]]]:
         """Each section with its integers."""
@@ -197,10 +203,12 @@ def aligned(count_bytes: int) -> int:
 
 def pack_control(head: Head, control: Mapping[str, Any]) -> list[Frame]:
     """A message with JSON in it."""
+    if not control:
+        return [pack_head(head, 0) + b"{}"]
     text = json.dumps(control, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > CONTROL_BYTES:
         raise WireError(f"{len(text)} bytes of JSON, of {CONTROL_BYTES} allowed")
-    return [_pack_head(head, 0) + text]
+    return [pack_head(head, 0) + text]
 
 
 def pack_data(
@@ -211,10 +219,11 @@ def pack_data(
         _SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
         for s in sections
     )
-    return [b"".join((_pack_head(head, len(sections)), *records)), integers, values]
+    return [b"".join((pack_head(head, len(sections)), *records)), integers, values]
 
 
-def _pack_head(head: Head, sections: int) -> bytes:
+def pack_head(head: Head, sections: int = 0) -> bytes:
+    """The first 48 bytes of a message; records (as of ``RECORD``) or JSON follow."""
     return _HEAD.pack(
         MAGIC, VERSION, head.kind, 0, head.request, head.client, head.sequence, sections, 0
     )
@@ -232,14 +241,31 @@ def unpack(frames: Sequence[Frame]) -> Message:
     head, sections = _unpack_head(first)
     rest = first[_HEAD.size :]
     if head.kind not in DATA:
-        return Message(head, _unpack_control(rest, frames, sections), (), _NO_INTEGERS, _NOTHING)
+        control = _unpack_control(rest, frames, sections)
+        return Message(head, control, (), _NO_INTEGERS, _NOTHING, _NOTHING)
     if len(frames) != 3:
         raise WireError(f"{head.kind.name} has {len(frames)} frames instead of 3")
     found = tuple(_unpack_sections(rest, sections))
     integers = _unpack_integers(head.kind, frames[1], found)
-    return Message(head, {}, found, integers, memoryview(frames[2]).cast("B"))
+    return Message(head, {}, found, integers, memoryview(frames[2]).cast("B"), rest)
 
 
+def read_head(frame: Frame) -> tuple[Head, memoryview]:
+    """The head of a message, and what follows it in the first frame, unread.
+
+    Raises:
+        WireError: It is none.
+    """
+    first = memoryview(frame)
+    return _unpack_head(first)[0], first[_HEAD.size :]
+
+
+# By number: to call an enum takes ten times as long.
+_KINDS = {kind.value: kind for kind in Kind}
+_FORMS = {form.value: form for form in Form}
+_MODES = {mode.value: mode for mode in Mode}
+_DTYPES = {dtype.value: dtype for dtype in Dtype}
+_BAGS, _NO_MODE, _SUM = Form.BAGS, Mode.NONE, Mode.SUM
 _NO_INTEGERS: NDArray[np.int64] = np.empty(0, np.int64)
 _NOTHING = memoryview(b"")
 
@@ -256,7 +282,9 @@ def _unpack_head(frame: memoryview) -> tuple[Head, int]:
         raise WireError(f"version {version} of the protocol; this side speaks {VERSION}")
     if flags or reserved:
         raise WireError("a reserved field of the head is not zero")
-    found = _member(Kind, kind, "kind")
+    found = _KINDS.get(kind)
+    if found is None:
+        raise WireError(f"unknown kind {kind}")
     if (found in SEQUENCED) != (sequence > 0):
         raise WireError(f"{found.name} with sequence number {sequence}")
     return Head(found, request, client, sequence), sections
@@ -284,25 +312,20 @@ def _unpack_sections(records: memoryview, count: int) -> Iterable[Section]:
     for table, form, mode, flags, dtype, ids, bags, lr in _SECTION.iter_unpack(records):
         if flags & ~WEIGHTED:
             raise WireError(f"unknown flags {flags:#x} of a section")
+        if form not in _FORMS or dtype not in _DTYPES or mode not in _MODES:
+            raise WireError(f"unknown form {form}, dtype {dtype} or mode {mode} of a section")
         section = Section(
-            table,
-            _member(Form, form, "form"),
-            _member(Dtype, dtype, "dtype"),
-            ids,
-            bags,
-            _member(Mode, mode, "mode"),
-            bool(flags & WEIGHTED),
-            lr,
+            table, _FORMS[form], _DTYPES[dtype], ids, bags, _MODES[mode], flags == WEIGHTED, lr
         )
         _check_form(section)
         yield section
 
 
 def _check_form(section: Section) -> None:
-    is_bags = section.form is Form.BAGS
-    if is_bags != (section.mode is not Mode.NONE) or (not is_bags and section.bags):
+    is_bags = section.form is _BAGS
+    if is_bags != (section.mode is not _NO_MODE) or (not is_bags and section.bags):
         raise WireError(f"form {section.form.name} with mode {section.mode.name}")
-    if section.weighted and section.mode is not Mode.SUM:
+    if section.weighted and section.mode is not _SUM:
         raise WireError(f"weights with mode {section.mode.name}")
 
 
@@ -312,10 +335,3 @@ def _unpack_integers(kind: Kind, frame: Frame, sections: Sequence[Section]) -> N
     if len(view) != count * 8:
         raise WireError(f"{len(view)} bytes are not the {count} integers that were announced")
     return np.frombuffer(view, "<i8")
-
-
-def _member(kinds: type[Any], value: int, what: str) -> Any:
-    try:
-        return kinds(value)
-    except ValueError:
-        raise WireError(f"unknown {what} {value}") from None

@@ -1,0 +1,244 @@
+"""One server, from the trainer's side: a DEALER socket, deadlines, and errors that name it.
+
+Called by ``ps/connect.py`` and ``ps/exchange.py``. What is sent again and what is believed is
+decided by ``ps/ledger.py``; how the socket is made is in ``ps/link.py``. Must not know what a
+message means.
+
+There is no thread of ours: ZeroMQ's own one receives, and replies wait in its queue until somebody
+waits for one. A lock makes a channel usable from several threads (autograd may run a backward on
+another one); it is given back at least every ``_SLICE_MS``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import (
+    ServerError,
+    ServerKeyError,
+    ServerLostError,
+    ServerRefusedError,
+    ServersClosedError,
+)
+from paceline.ps.ledger import Ledger, Pending, State
+from paceline.ps.link import Link, News
+from paceline.ps.wire import Frame, Kind, WireError, read_head
+
+log = logging.getLogger("paceline.ps")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a trainer waits for a server.
+
+    Args:
+        timeout_s: Then it is an error.
+        warn_s: Then there is a line in the log, once.
+        hello_s: So long after the last sign of life, the server is asked what it has.
+        kept_bytes: So many bytes of pushes may be unacknowledged; a further one waits.
+    """
+
+    timeout_s: float = 120.0
+    warn_s: float = 5.0
+    hello_s: float = 1.0
+    kept_bytes: int = 256 << 20
+
+
+class Channel:
+    """The connection to one server.
+
+    Args:
+        index: Of the server, among those of this trainer.
+        link: Its socket.
+        client: 16 random bytes, the same for all servers of one ``Servers``.
+        patience: How long to wait.
+    """
+
+    def __init__(self, index: int, link: Link, client: bytes, patience: Patience) -> None:
+        self.index = index
+        self.address = link.address
+        self._link = link
+        self._patience = patience
+        self._ledger = Ledger(client)
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._is_closed = False
+        self._heard_s = self._asked_s = time.monotonic()
+        self.sent_bytes = self.received_bytes = 0
+
+    def greet(self) -> None:
+        """Say HELLO; ``wait_open`` waits for the answer."""
+        with self._lock:
+            self._say_hello()
+
+    def wait_open(self) -> None:
+        """Wait until the server has answered for the first time."""
+        self._wait_until(lambda: self._ledger.state is not State.MEETING, "the first answer")
+
+    def post(self, pending: Pending) -> Pending:
+        """Send a request; what it answers is had by ``wait``. Waits only if too much is kept."""
+        ledger, limit = self._ledger, self._patience.kept_bytes
+        if ledger.kept_bytes > limit:
+            self._wait_until(lambda: ledger.kept_bytes <= limit, pending.what)
+        with self._lock:
+            self._check_usable(pending.what)
+            self._send(ledger.enter(pending))
+        return pending
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> list[Frame]:
+        """Wait for a request's answer.
+
+        Raises:
+            ServerLostError: No answer before the deadline, or the server lost its state.
+            ServerRefusedError: It answered with an error.
+        """
+        self._wait_until(lambda: pending.is_done, pending.what, timeout_s)
+        frames, pending.reply = pending.reply, None
+        if frames is None:  # struck off: it was applied before the server was killed
+            return []
+        if read_head(frames[0])[0].kind is Kind.ERROR:
+            raise self._refused(pending, frames)
+        return frames
+
+    def abandon(self, pending: Pending) -> None:
+        """Do not wait for a request any more."""
+        with self._lock:
+            self._ledger.abandon(pending)
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything that changes a table is acknowledged."""
+        self._wait_until(lambda: not self._ledger.has_open(sequenced=True), "flush", timeout_s)
+
+    def close(self) -> None:
+        """Let go of the socket. What is not acknowledged may be lost; ``flush`` comes first."""
+        with self._lock:
+            if not self._is_closed and os.getpid() == self._owner:
+                self._is_closed = True
+                self._link.close()
+
+    def _wait_until(
+        self, is_met: Callable[[], bool], what: str, timeout_s: float | None = None
+    ) -> None:
+        start_s = warned_s = time.monotonic()
+        timeout_s = self._patience.timeout_s if timeout_s is None else timeout_s
+        while True:
+            with self._lock:
+                if is_met():
+                    return
+                self._check_usable(what)
+                if self._receive():
+                    continue
+                self._look_after()
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
+                raise self._too_late(what, timeout_s)
+            if warned_s == start_s and waited_s > self._patience.warn_s:
+                warned_s = time.monotonic()
+                log.warning(
+                    "waiting for server %d (%s) since %.0f s: %s; giving up after %g s",
+                    *(self.index, self.address, waited_s, what, timeout_s),
+                )
+
+    def _receive(self) -> bool:
+        """Take one message, if there is one within a slice of time."""
+        frames = self._link.receive()
+        if frames is None:
+            return False
+        # A broken connection is always reported before what comes over the next one.
+        self._heed(self._link.news())
+        self._heard_s = time.monotonic()
+        self.received_bytes += sum(map(len, frames))
+        try:
+            messages = self._ledger.take(frames)
+        except (WireError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("server %d (%s): unreadable reply: %s", self.index, self.address, error)
+            messages = [self._ledger.hello()] if self._ledger.doubt() else []
+        for message in messages:
+            self._send(message)
+        return True
+
+    def _look_after(self) -> None:
+        """Nothing came for a slice of time: was the connection lost, does the server live?"""
+        self._heed(self._link.news())
+        now_s = time.monotonic()
+        if now_s - max(self._heard_s, self._asked_s) > self._patience.hello_s:
+            self._say_hello()
+
+    def _heed(self, news: News) -> None:
+        if news is News.REFUSED:
+            raise ServerKeyError(
+                f"server {self.index} ({self.address}) does not accept this trainer's key: "
+                "ps.connect(..., keys=DIR) takes a directory made by `paceline ps keys`",
+                **self._facts("connect"),
+            )
+        if news is News.BROKEN and self._ledger.state is not State.MEETING:
+            self._ledger.doubt()
+            self._say_hello()
+
+    def _say_hello(self) -> None:
+        self._asked_s = time.monotonic()
+        self._send(self._ledger.hello())
+
+    def _send(self, message: list[Frame]) -> None:
+        self.sent_bytes += sum(len(memoryview(frame).cast("B")) for frame in message)
+        self._link.send(message)
+
+    def _check_usable(self, what: str) -> None:
+        if os.getpid() != self._owner:
+            raise ServersClosedError(
+                f"{what}: this connection to server {self.index} belongs to process {self._owner}, "
+                f"and this is a forked child ({os.getpid()}): call ps.connect in the child",
+                **self._facts(what),
+            )
+        if self._is_closed:
+            raise ServersClosedError(
+                f"{what}: the connection to server {self.index} ({self.address}) is closed",
+                **self._facts(what),
+            )
+        if self._ledger.state is State.LOST:
+            raise ServerLostError(
+                f"{what}: server {self.index} ({self.address}) came back without its state: "
+                "pushes that it had acknowledged are gone. Load the last save on a new connection; "
+                "a server started with --dir keeps its state",
+                **self._facts(what),
+            )
+        if self._ledger.complaint and self._ledger.state is State.MEETING:
+            raise ServerRefusedError(
+                f"server {self.index} ({self.address}) does not understand this trainer: "
+                f"{self._ledger.complaint}",
+                code="wire",
+                **self._facts(what),
+            )
+
+    def _too_late(self, what: str, timeout_s: float) -> ServerError:
+        is_new = self._ledger.state is State.MEETING
+        remedy = (
+            "is there a server at this address?"
+            if is_new
+            else "it must be started again with --dir"
+        )
+        return ServerLostError(
+            f"{what}: no answer from server {self.index} ({self.address}) within {timeout_s:g} s; "
+            f"{remedy}",
+            **self._facts(what),
+        )
+
+    def _refused(self, pending: Pending, frames: list[Frame]) -> ServerError:
+        control = json.loads(bytes(read_head(frames[0])[1]))
+        return ServerRefusedError(
+            f"server {self.index} ({self.address}) refused {pending.what}: {control.get('text')}",
+            code=str(control.get("code")),
+            id=control.get("id"),
+            table=control.get("table"),
+            **self._facts(pending.what),
+        )
+
+    def _facts(self, what: str) -> dict[str, Any]:
+        return {"server": self.index, "address": self.address, "operation": what}

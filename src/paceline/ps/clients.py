@@ -1,0 +1,92 @@
+"""What each client has had applied: the server's half of *exactly once* (decision 0007).
+
+Called by ``ps/store.py``, live and in replay alike, so everything here depends on the order of
+sequenced messages and on nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from paceline.ps.refusal import Code, Refusal
+from paceline.ps.wire import Head
+
+MOST_CLIENTS = 1 << 14
+"""So many are remembered. The one that has been silent longest is forgotten; if it comes back, it
+is told of a gap, and never has a push applied twice."""
+MOST_REFUSALS = 8
+"""So many refusals of each client are remembered, to be repeated to who asks again."""
+
+
+class Admission(enum.Enum):
+    """What a sequence number means."""
+
+    NEW = "new"
+    """The next one: do it."""
+    AGAIN = "again"
+    """It has been done, or refused: say so again, and do nothing."""
+
+
+@dataclass(slots=True)
+class Client:
+    """One connection of one trainer."""
+
+    applied: int = 0
+    refusals: dict[int, Refusal] | None = None
+    """By number; None is none, which is what nearly all clients have."""
+
+
+class Clients:
+    """All clients of a server, the most recent last."""
+
+    def __init__(self) -> None:
+        self._clients: dict[bytes, Client] = {}
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def applied(self, client: bytes) -> int:
+        """The last number of this client that was applied or refused; 0 for a stranger."""
+        known = self._clients.get(client)
+        return 0 if known is None else known.applied
+
+    def admit(self, head: Head) -> Admission:
+        """Say whether a sequenced message is new.
+
+        Raises:
+            Refusal: There is a gap before it; or it was refused before.
+        """
+        known = self._clients.get(head.client)
+        applied = 0 if known is None else known.applied
+        if head.sequence == applied + 1:
+            return Admission.NEW
+        if head.sequence > applied:
+            raise Refusal(
+                Code.GAP,
+                f"number {head.sequence} of client {head.client.hex()[:8]} came after {applied}; "
+                "say HELLO and send again what is missing",
+            )
+        if known is not None and known.refusals and head.sequence in known.refusals:
+            raise known.refusals[head.sequence]
+        return Admission.AGAIN
+
+    def count(self, head: Head, refusal: Refusal | None) -> None:
+        """The message with the next number has been applied, or refused."""
+        known = self._clients.pop(head.client, None) or Client()
+        self._clients[head.client] = known  # now the most recent
+        known.applied = head.sequence
+        if refusal is not None:
+            known.refusals = {**(known.refusals or {}), head.sequence: refusal}
+            if len(known.refusals) > MOST_REFUSALS:
+                del known.refusals[next(iter(known.refusals))]
+        if len(self._clients) > MOST_CLIENTS:
+            del self._clients[next(iter(self._clients))]
+
+    def items(self) -> list[tuple[bytes, Client]]:
+        """All of them, for a snapshot."""
+        return list(self._clients.items())
+
+    def restore(self, client: bytes, state: Client) -> None:
+        """Take one from a snapshot, in its order."""
+        self._clients[client] = state

@@ -1,0 +1,195 @@
+"""``ps.connect``: a trainer's connection to all its servers. Called by users and by the modules.
+
+Must not know what a lookup is: it hands out channels, and does what concerns servers as a whole
+(save, load, stats, flush, close).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from paceline.errors import ConfigurationError
+from paceline.ps.channel import Channel, Patience
+from paceline.ps.keys import read_client_keys
+from paceline.ps.ledger import Pending
+from paceline.ps.link import Link
+from paceline.ps.plan import MOST_SERVERS
+from paceline.ps.wire import Kind, unpack
+
+
+class HasAddresses(Protocol):
+    """What ``ps.local`` returns, as far as a trainer needs it."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """One for each server."""
+
+
+def connect(
+    addresses: Sequence[str] | HasAddresses,
+    *,
+    keys: str | os.PathLike[str] | None = None,
+    timeout_s: float = 120.0,
+) -> Servers:
+    """Connect to running servers, and wait until each has answered.
+
+    The order of addresses says which server has which rows: it must be the same for all trainers.
+
+    Args:
+        addresses: ``ipc://PATH`` or ``tcp://HOST:PORT`` of each, or what ``ps.local`` returned.
+        keys: A directory made by ``paceline ps keys``, for tcp.
+        timeout_s: So long is waited for a server, now and later: a server that is started again
+            within this time is not even noticed.
+
+    Raises:
+        ServerLostError: A server did not answer.
+        ServerKeyError: A server does not accept the key.
+        ConfigurationError: An argument is wrong.
+    """
+    found = list(addresses if isinstance(addresses, (list, tuple)) else addresses.addresses)  # type: ignore[union-attr]
+    if not 1 <= len(found) <= MOST_SERVERS or not all(isinstance(each, str) for each in found):
+        raise ConfigurationError(
+            f"ps.connect takes 1 to {MOST_SERVERS} addresses, not {found!r:.200}"
+        )
+    servers = Servers(found, _curve(keys), Patience(timeout_s=timeout_s))
+    try:
+        servers.wait_open()
+    except BaseException:
+        servers.close(flush=False)
+        raise
+    return servers
+
+
+class Servers:
+    """A connection to servers. A context manager; made by :func:`connect`.
+
+    Attributes:
+        addresses: Of the servers, in their order.
+        epoch: Grows when rows are written or loaded through this connection.
+    """
+
+    def __init__(self, addresses: list[str], curve: dict[str, bytes], patience: Patience) -> None:
+        self.addresses = addresses
+        self.epoch = 0
+        context: Any = zmq.Context()
+        client = secrets.token_bytes(16)
+        self.channels = tuple(
+            Channel(index, Link(context, address, curve), client, patience)
+            for index, address in enumerate(addresses)
+        )
+        self._finalizer = weakref.finalize(self, _end, context, self.channels, os.getpid())
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(flush=kind is None)
+
+    def __len__(self) -> int:
+        return len(self.channels)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "a connection to servers cannot be copied or pickled: call ps.connect in each process"
+        )
+
+    def wait_open(self) -> None:
+        """Wait until every server has answered once."""
+        for channel in self.channels:
+            channel.greet()
+        for channel in self.channels:
+            channel.wait_open()
+
+    def save(self, path: str | os.PathLike[str], timeout_s: float | None = None) -> list[str]:
+        """Write all tables, with optimizer state, to a directory that all servers see.
+
+        What was pushed before is in it. Training goes on meanwhile, of other trainers too.
+
+        Returns:
+            The files.
+        """
+        found = self.ask_all(Kind.SAVE, {"path": os.fspath(Path(path).absolute())}, timeout_s)
+        return [file for each in found for file in each.get("files", ())]
+
+    def load(self, path: str | os.PathLike[str], timeout_s: float | None = None) -> None:
+        """Replace the rows of all attached tables by saved ones, with optimizer state.
+
+        The number of servers and the sharding may be others than when it was saved. One trainer
+        loads, while the others wait.
+        """
+        self.epoch += 1
+        self.ask_all(Kind.LOAD, {"path": os.fspath(Path(path).absolute())}, timeout_s)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each server tells about itself and its tables."""
+        found = self.ask_all(Kind.STATS, {})
+        for channel, each in zip(self.channels, found, strict=True):
+            while len(each["tables"]) < each.get("table_count", 0):  # it tells some at a time
+                more = _ask(channel, Kind.STATS, {"first": len(each["tables"])})
+                each["tables"].extend(_answer(channel, more, None)["tables"])
+        return found
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until every push is acknowledged: applied, and in the journal if there is one."""
+        for channel in self.channels:
+            channel.flush(timeout_s)
+
+    def close(self, flush: bool = True) -> None:
+        """Flush, then let go of the servers, which go on. Idempotent."""
+        if self._finalizer.alive:
+            try:
+                if flush:
+                    self.flush()
+            finally:
+                self._finalizer()
+
+    def ask_all(
+        self, kind: Kind, control: Mapping[str, Any], timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Ask every server the same; all work at the same time."""
+        asked = [(channel, _ask(channel, kind, control)) for channel in self.channels]
+        return [_answer(channel, pending, timeout_s) for channel, pending in asked]
+
+    def ask(self, requests: Sequence[tuple[int, Kind, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+        """Ask single servers; all requests go out before the first answer is waited for."""
+        asked = [
+            (self.channels[server], _ask(self.channels[server], kind, control))
+            for server, kind, control in requests
+        ]
+        return [_answer(channel, pending, None) for channel, pending in asked]
+
+
+def as_servers(servers: Servers | HasAddresses | Sequence[str]) -> tuple[Servers, bool]:
+    """A connection, and whether it was made here, so that whoever asked must close it."""
+    if isinstance(servers, Servers):
+        return servers, False
+    return connect(servers), True
+
+
+def _ask(channel: Channel, kind: Kind, control: Mapping[str, Any]) -> Pending:
+    text = json.dumps(control, separators=(",", ":"), allow_nan=False).encode()
+    return channel.post(Pending(kind, kind.name.lower(), text))
+
+
+def _answer(channel: Channel, pending: Pending, timeout_s: float | None) -> dict[str, Any]:
+    return dict(unpack(channel.wait(pending, timeout_s)).control)
+
+
+def _end(context: Any, channels: Sequence[Channel], owner: int) -> None:
+    if os.getpid() != owner:  # a forked child: ZeroMQ must not be touched there
+        return
+    for channel in channels:
+        channel.close()
+    context.term()
+
+
+def _curve(keys: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    return {} if keys is None else read_client_keys(Path(keys)).curve()

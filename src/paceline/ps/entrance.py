@@ -1,0 +1,173 @@
+"""The server's socket and who may connect to it.
+
+Called by ``ps/server.py``. For tcp, each connection is encrypted and authenticated (CURVE), and its
+key is looked up here (ZeroMQ's ZAP protocol, answered by the server's own loop); for ipc, the
+socket's directory decides. Connections that fail are logged with their address, a few at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket as sockets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from paceline.errors import ServerStartError
+from paceline.ps.keys import ServerKeys, read_server_keys
+from paceline.ps.outlet import RefusalLog
+from paceline.ps.settings import ServerSettings
+
+_ZAP = "inproc://zeromq.zap.01"
+_HANDSHAKE_MS = 5000
+_HEARTBEAT_MS = 15_000  # tcp: a peer whose machine vanished is let go
+_FAILURES = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it did not complete the handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak as expected (no keys, or no ZeroMQ)",
+}
+
+
+class Entrance:
+    """Opens the socket, and lets in who has a listed key.
+
+    Args:
+        context: Of the server.
+        settings: The address, and where its keys are.
+        refusals: What is written about who is not let in.
+
+    Raises:
+        ConfigurationError: The keys cannot be read.
+    """
+
+    def __init__(
+        self, context: zmq.Context[Any], settings: ServerSettings, refusals: RefusalLog
+    ) -> None:
+        self._context = context
+        self._settings = settings
+        self._refusals = refusals
+        self._keys = None if settings.keys is None else read_server_keys(settings.keys)
+        self._zap: Any = None
+        self._monitor: Any = None
+
+    @property
+    def sockets(self) -> list[Any]:
+        """Those to poll besides the one that ``open`` returns."""
+        return [each for each in (self._zap, self._monitor) if each is not None]
+
+    def open(self, queued: int) -> Any:
+        """The server's ROUTER socket, bound.
+
+        Raises:
+            ServerStartError: The address is in use, or cannot be had.
+        """
+        if self._keys is not None:
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.bind(_ZAP)
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in self._options(queued).items():
+            router.setsockopt(option, value)
+        self._monitor = router.get_monitor_socket(sum(_FAILURES))
+        self._bind(router)
+        return router
+
+    def is_news(self, ready: Mapping[Any, int]) -> bool:
+        """Say whether ``look`` has something to do."""
+        return self._monitor in ready or self._zap in ready
+
+    def look(self) -> None:
+        """Answer who asks to come in, and log who could not."""
+        with contextlib.suppress(zmq.Again):
+            while self._zap is not None:
+                self._judge(self._zap.recv_multipart(zmq.NOBLOCK))
+        with contextlib.suppress(zmq.Again):
+            while self._monitor is not None:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                reason = _FAILURES.get(event["event"])
+                if reason is not None:
+                    where = event["endpoint"].decode(errors="replace")
+                    self._refusals.add(f"refused a connection to {where}: {reason}")
+
+    def close(self) -> None:
+        """Close what ``open`` opened besides the router, and remove the socket's file."""
+        for each in self.sockets:
+            each.close(linger=0)
+        path = self._settings.socket_path
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def _options(self, queued: int) -> dict[int, Any]:
+        options: dict[int, Any] = {
+            zmq.LINGER: 0,
+            zmq.MAXMSGSIZE: self._settings.max_message_bytes,
+            zmq.RCVHWM: queued,
+            zmq.SNDHWM: queued,
+            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            # A reply that cannot go out is counted instead of vanishing.
+            zmq.ROUTER_MANDATORY: 1,
+        }
+        if self._keys is not None:
+            options |= {
+                zmq.CURVE_SERVER: 1,
+                zmq.CURVE_SECRETKEY: self._keys.secret,
+                zmq.ZAP_DOMAIN: b"paceline",
+                zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
+                zmq.HEARTBEAT_TIMEOUT: 2 * _HEARTBEAT_MS,
+            }
+        return options
+
+    def _bind(self, router: Any) -> None:
+        path = self._settings.socket_path
+        try:
+            if path is not None:
+                _make_place(path)
+            router.bind(self._settings.address)
+        except (zmq.ZMQError, OSError) as error:
+            known = {
+                errno.EADDRINUSE: "the address is in use by another program",
+                errno.EADDRNOTAVAIL: "this machine does not have that address",
+                errno.ENODEV: "this machine does not have that address",
+                errno.EACCES: "permission denied",
+            }
+            reason = known.get(error.errno or 0, str(error))
+            raise ServerStartError(f"{self._settings.address}: {reason}") from None
+
+    def _judge(self, request: list[bytes]) -> None:
+        """Answer one question of ZAP: may this key come in?"""
+        keys = self._keys
+        assert keys is not None
+        version, number, _domain, address, _identity, mechanism, *credentials = request
+        name = _name_of(keys, credentials) if mechanism == b"CURVE" else None
+        if name is None:
+            self._refusals.add(
+                f"refused a connection from {address.decode(errors='replace')}: its key is not in "
+                "the server's clients/ directory"
+            )
+        status = (b"200", b"OK", name.encode()) if name else (b"400", b"unknown key", b"")
+        self._zap.send_multipart([version, number, *status, b""])
+
+
+def _name_of(keys: ServerKeys, credentials: list[bytes]) -> str | None:
+    if len(credentials) != 1 or len(credentials[0]) != 32:
+        return None
+    return keys.clients.get(z85.encode(credentials[0]))
+
+
+def _make_place(path: Path) -> None:
+    """Make a private directory for the socket; refuse if somebody listens there."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        return
+    probe = sockets.socket(sockets.AF_UNIX)
+    try:
+        probe.connect(os.fspath(path))
+    except ConnectionRefusedError:  # left behind by a server that was killed
+        return
+    finally:
+        probe.close()
+    raise OSError(errno.EADDRINUSE, "in use")

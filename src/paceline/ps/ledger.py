@@ -1,0 +1,228 @@
+"""What a trainer has asked one server for, and what came back. Pure: no socket, no clock.
+
+``ps/channel.py`` sends what this ledger says and hands it what arrives. Here is the client's half
+of the protocol of ``docs/decisions/0007-parameter-servers.md``; the server's half is its store.
+
+[Note: why nothing is lost, doubled or seen too early]
+Facts: (a) ZeroMQ delivers what is sent over *one* connection in order, or not at all, and the
+server answers in that order, SAVE excepted. (b) A connection may break at any time and is made
+anew behind our back; messages and replies on their way are lost then, and queued ones follow over
+the new one. (c) The server applies number ``applied + 1`` and no other, and keeps ``applied`` with
+its tables.
+
+1. *Requests are numbered in the order of sending, and a message that is sent again gets a new
+   number.* So a reply to an old number is nobody's, and is dropped.
+2. *A reply is believed only if it answers the oldest open request.* If one was skipped, by (a) a
+   connection broke in between. A lookup that overtook a lost push would show rows without it.
+3. *Whoever doubts says HELLO, and believes no lookup until its WELCOME.* What was sent before that
+   HELLO and is not answered when WELCOME comes has been lost, by (a), or its reply has. Pushes up
+   to ``applied`` are struck off, the others are sent again in order, then the lookups. By (c) a
+   push of which both copies arrive counts once, and one that overtakes a lost one is refused
+   (``gap``), which is a reason to doubt. If a push was lost, requests that were
+   sent after the HELLO are sent again as well, behind it: their first copies do not see the push.
+4. *Acknowledged means applied for good.* A WELCOME whose ``applied`` is smaller than what was
+   acknowledged comes from a server without its state. Every table costs a client one sequenced
+   message (ATTACH), so whoever has used a table notices.
+5. *A broken connection is a reason to doubt* even if nothing was skipped: somebody else may have
+   made new tables on a server that came back empty.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.ps.wire import SEQUENCED, Frame, Head, Kind, pack_control, pack_head, read_head
+
+
+class State(enum.Enum):
+    """How a trainer stands with one server."""
+
+    MEETING = "meeting"
+    """From the start to the first WELCOME."""
+    OPEN = "open"
+    """Replies are believed. Left by a doubt."""
+    DOUBTING = "doubting"
+    """Something may be lost: replies to lookups are not believed. Left by WELCOME."""
+    LOST = "lost"
+    """The server came back without its state. For good."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One request, kept until it is answered.
+
+    Args:
+        kind: What it is.
+        what: The same for people, in an error: ``"lookup of 3 tables"``.
+        tail: What follows the head in the first frame: records, or JSON.
+        sections: How many records.
+        arrays: The other frames.
+    """
+
+    kind: Kind
+    what: str
+    tail: bytes
+    sections: int = 0
+    arrays: tuple[Frame, ...] = ()
+    request: int = 0
+    sequence: int = 0
+    reply: list[Frame] | None = None
+    is_done: bool = False
+    is_wanted: bool = True
+    was_doubted: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """What keeping it costs."""
+        return len(self.tail) + sum(len(memoryview(array).cast("B")) for array in self.arrays)
+
+
+class Ledger:
+    """One client's open requests to one server.
+
+    Args:
+        client: 16 random bytes.
+
+    Attributes:
+        state: See :class:`State`.
+        acknowledged: The highest number that is known to be applied.
+        kept_bytes: Of sequenced messages that are not acknowledged.
+        complaint: What the server said about a message that it could not even read.
+    """
+
+    def __init__(self, client: bytes) -> None:
+        self.state = State.MEETING
+        self.acknowledged = 0
+        self.kept_bytes = 0
+        self.complaint = ""
+        self.incarnation: str | None = None
+        self._client = client
+        self._open: dict[int, Pending] = {}
+        self._requests = 0
+        self._sequence = 0
+        self._hello = 0
+
+    def enter(self, pending: Pending) -> list[Frame]:
+        """Note a new request, and give the message to send."""
+        if pending.kind in SEQUENCED:
+            self._sequence += 1
+            pending.sequence = self._sequence
+            self.kept_bytes += pending.size_bytes
+        return self._number(pending)
+
+    def hello(self) -> list[Frame]:
+        """Ask the server what it has; the answer ends every doubt about what was sent so far."""
+        self._requests += 1
+        self._hello = self._requests
+        return pack_control(self._head(Kind.HELLO, self._hello), {"nonce": self._hello})
+
+    def doubt(self) -> bool:
+        """Believe no lookup until the next WELCOME; say whether that is new."""
+        if self.state is not State.OPEN:
+            return False
+        self.state = State.DOUBTING
+        return True
+
+    def abandon(self, pending: Pending) -> None:
+        """Nobody waits for the reply any more. It is dropped when it comes."""
+        pending.is_wanted = False
+        pending.reply = None
+
+    def has_open(self, *, sequenced: bool) -> bool:
+        """Say whether requests are open: all, or only those that change something."""
+        return any(each.sequence or not sequenced for each in self._open.values())
+
+    def take(self, frames: list[Frame]) -> list[list[Frame]]:
+        """Take what arrived; give the messages that must be sent now.
+
+        Raises:
+            WireError: It is no message.
+        """
+        head, rest = read_head(frames[0])
+        if head.kind is Kind.WELCOME:
+            return self._welcome(json.loads(bytes(rest)))
+        pending = self._open.get(head.request)
+        if pending is None:
+            if head.kind is Kind.ERROR and head.request == 0:
+                self.complaint = str(json.loads(bytes(rest)).get("text"))
+            return []
+        is_next = self._is_next(pending)
+        if not self._is_believed(pending, head.kind, rest, is_next):
+            return [self.hello()] if self.doubt() else []
+        self._settle(pending, frames)
+        return [self.hello()] if not is_next and self.doubt() else []
+
+    def _is_believed(self, pending: Pending, kind: Kind, rest: memoryview, is_next: bool) -> bool:
+        code = json.loads(bytes(rest)).get("code") if kind is Kind.ERROR else None
+        if pending.sequence:  # refused or applied: either way its number counts
+            return code != "gap"
+        if code == "table" and not pending.was_doubted:
+            pending.was_doubted = True  # perhaps it has lost its tables: WELCOME tells
+            return False
+        return is_next and self.state is State.OPEN
+
+    def _is_next(self, pending: Pending) -> bool:
+        if pending.kind is Kind.SAVE:
+            return True
+        for each in self._open.values():
+            if each.kind is not Kind.SAVE:
+                return each is pending
+        return False
+
+    def _settle(self, pending: Pending, reply: list[Frame] | None) -> None:
+        del self._open[pending.request]
+        if pending.sequence:
+            self.acknowledged = max(self.acknowledged, pending.sequence)
+            self.kept_bytes -= pending.size_bytes
+        pending.reply = reply if pending.is_wanted else None
+        pending.arrays = ()
+        pending.is_done = True
+
+    def _welcome(self, control: Mapping[str, Any]) -> list[list[Frame]]:
+        if control.get("nonce") != self._hello:
+            return []
+        applied = int(control["applied"])
+        if applied < self.acknowledged:
+            self.state = State.LOST
+            return []
+        is_same = control["incarnation"] == self.incarnation
+        self.incarnation = str(control["incarnation"])
+        self.state = State.OPEN
+        asked = [each for each in self._open.values() if not (is_same and each.kind is Kind.SAVE)]
+        lost = [each for each in asked if each.request < self._hello]
+        if any(each.sequence > applied for each in lost):
+            lost = asked  # what was sent after HELLO would be answered before what is sent now
+        return self._repeat(lost, applied)
+
+    def _repeat(self, lost: list[Pending], applied: int) -> list[list[Frame]]:
+        """Strike off what is applied; number the rest anew, what changes something first."""
+        messages = []
+        for pending in sorted(lost, key=lambda each: (not each.sequence, each.request)):
+            is_applied = 0 < pending.sequence <= applied
+            if (is_applied and pending.kind in _NO_ANSWER) or not (
+                pending.is_wanted or pending.sequence
+            ):
+                self._settle(pending, None)
+                continue
+            del self._open[pending.request]
+            messages.append(self._number(pending))
+        self.acknowledged = max(self.acknowledged, applied)
+        return messages
+
+    def _number(self, pending: Pending) -> list[Frame]:
+        self._requests += 1
+        pending.request = self._requests
+        self._open[pending.request] = pending
+        head = self._head(pending.kind, pending.request, pending.sequence)
+        return [pack_head(head, pending.sections) + pending.tail, *pending.arrays]
+
+    def _head(self, kind: Kind, request: int, sequence: int = 0) -> Head:
+        return Head(kind, request, self._client, sequence)
+
+
+# Applied is all that a trainer wants to know of these; the others' replies say something.
+_NO_ANSWER = frozenset({Kind.PUSH, Kind.WRITE})

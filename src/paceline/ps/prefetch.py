@@ -1,0 +1,124 @@
+"""Batches that were announced before they are used. Called by ``ps/tables.py``.
+
+[Note: order and staleness]
+``staleness`` is the number k of its *own* pushes that the rows of a batch may lack. A module counts
+its pushes, and its *open graphs*: forwards whose backward has not pushed yet and still can.
+
+- An announced batch is asked for as soon as at most k graphs are open: each of them is a push that
+  its rows will lack. With k = 0 that is right behind the last push, on the same connection, so the
+  server sees push and lookup in the order of a trainer that does not prefetch.
+- When the batch is used, its rows are taken only if at most k pushes were made since it was asked
+  for. If there were more, or rows were written or loaded since, it is asked for again. So the bound
+  holds whatever the order of calls is; only time is lost.
+- At most k + 1 announced batches are kept; a further one drops the oldest.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from paceline.ps.visit import Stage, Visit
+
+log = logging.getLogger("paceline.ps")
+
+
+@dataclass
+class PrefetchCounts:
+    """How announced batches fared.
+
+    Args:
+        used: Forwards that used an announced batch.
+        late: Of these, those that had to ask (again) when they were called.
+        dropped: Announced and never used, because newer ones came.
+    """
+
+    used: int = 0
+    late: int = 0
+    dropped: int = 0
+
+
+@dataclass
+class _Announced:
+    batch: Any
+    versions: tuple[int, ...]
+    visit: Visit
+    epoch: int
+
+
+@dataclass
+class Announcements:
+    """The announced batches of a module.
+
+    Args:
+        staleness: See the note.
+    """
+
+    staleness: int
+    counts: PrefetchCounts = field(default_factory=PrefetchCounts)
+    _waiting: list[_Announced] = field(default_factory=list)
+
+    def add(self, batch: Any, visit: Visit, epoch: int) -> None:
+        """Keep a batch until it is used."""
+        versions = tuple(each._version for each in _tensors(batch))
+        self._waiting.append(_Announced(batch, versions, visit, epoch))
+        if len(self._waiting) > self.staleness + 1:
+            dropped = self._waiting.pop(0)
+            dropped.visit.forget()
+            if not self.counts.dropped:
+                log.warning(
+                    "a prefetched batch was not used before %d newer ones came; its rows were "
+                    "asked for in vain (said once)",
+                    self.staleness + 1,
+                )
+            self.counts.dropped += 1
+
+    def ask(self, pushes: int, open_graphs: int) -> None:
+        """Ask for what may be asked for now."""
+        if open_graphs <= self.staleness:
+            for each in self._waiting:
+                if each.visit.stage is Stage.PLANNED:
+                    each.visit.ask(pushes)
+
+    def take(self, batch: Any, pushes: int, epoch: int) -> Visit | None:
+        """The visit of a batch that is used now, if it was announced."""
+        for at, each in enumerate(self._waiting):
+            if _is_same(batch, each.batch, each.versions):
+                del self._waiting[at]
+                self._use(each, pushes, epoch)
+                return each.visit
+        return None
+
+    def _use(self, each: _Announced, pushes: int, epoch: int) -> None:
+        visit = each.visit
+        is_asked = visit.stage is Stage.ASKED
+        is_old = pushes - visit.pushes_before > self.staleness or epoch != each.epoch
+        if is_asked and is_old:
+            visit.forget()
+        self.counts.used += 1
+        self.counts.late += not is_asked or is_old
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    values = batch.values() if isinstance(batch, dict) else batch
+    return [tensor for value in values if value is not None for tensor in _tensors(value)]
+
+
+def _is_same(batch: Any, announced: Any, versions: tuple[int, ...]) -> bool:
+    """Say whether a batch is the announced one: its tensors, or equal ones, unchanged since."""
+    if type(batch) is not type(announced):
+        return False
+    if isinstance(batch, dict) and batch.keys() != announced.keys():
+        return False
+    ours, theirs = _tensors(batch), _tensors(announced)
+    if len(ours) != len(theirs) or tuple(each._version for each in theirs) != versions:
+        return False
+    return all(
+        one is other or (one.shape == other.shape and one.dtype == other.dtype and one.equal(other))
+        for one, other in zip(ours, theirs, strict=True)
+    )

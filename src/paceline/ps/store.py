@@ -1,0 +1,220 @@
+"""The state of a server, and what each message does to it; live and in replay the same code.
+
+``ps/server.py`` calls ``look`` for what reads, and for what changes ``admit``, ``prepare`` and
+``commit``, with the journal between the last two; ``ps/recovery.py`` calls the same for each record
+of a journal. So a replayed server cannot differ from the one that died. Must not know sockets or
+files.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+from paceline.ps.clients import Admission, Clients
+from paceline.ps.refusal import Code, Refusal
+from paceline.ps.sections import Share, checked, reply_bytes
+from paceline.ps.spec import Shard, Sharding, TableSpec
+from paceline.ps.table import Budget, Table
+from paceline.ps.together import push_all
+from paceline.ps.wire import Frame, Head, Kind, Message, pack_head
+
+log = logging.getLogger(__name__)
+
+MOST_TABLES = 4096
+
+Change = Callable[[], dict[str, Any]]
+"""Does what was checked, and returns the control part of the answer."""
+
+
+class Store:
+    """Tables and clients of one server.
+
+    Args:
+        max_bytes: Of rows and their state, for all tables together.
+        max_reply_bytes: Of one FOUND.
+    """
+
+    def __init__(self, max_bytes: int, max_reply_bytes: int) -> None:
+        self.budget = Budget(max_bytes)
+        self.clients = Clients()
+        self.tables: list[Table] = []
+        self._by_name: dict[str, Table] = {}
+        self._max_reply_bytes = max_reply_bytes
+        self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
+            Kind.ATTACH: self._prepare_attach,
+            Kind.PUSH: self._prepare_push,
+            Kind.WRITE: self._prepare_write,
+        }
+
+    def lookup(self, message: Message) -> list[Frame]:
+        """Answer a LOOKUP. Changes nothing but meters.
+
+        Raises:
+            Refusal: It does not fit.
+        """
+        start_ns = time.perf_counter_ns()
+        shares = checked(self.tables, message)
+        sizes = list(reply_bytes(shares))
+        total = sum(sizes)
+        if total > self._max_reply_bytes:
+            raise Refusal(
+                Code.SIZE,
+                f"the reply would have {total} bytes, and {self._max_reply_bytes} are allowed "
+                "(--max-message-bytes): ask for fewer rows at a time",
+            )
+        values = np.empty(total, np.uint8)
+        at = 0
+        for share, size in zip(shares, sizes, strict=True):
+            _found(share, values, at)
+            at += size
+            end_ns = time.perf_counter_ns()
+            share.table.lookups.add(share.section.ids, start_ns, end_ns)
+            start_ns = end_ns
+        head = message.head
+        reply = pack_head(Head(Kind.FOUND, head.request, head.client), len(shares))
+        return [reply + message.records, b"", values.data]
+
+    def admit(self, head: Head) -> Admission:
+        """See :meth:`Clients.admit`."""
+        return self.clients.admit(head)
+
+    def prepare(self, message: Message) -> Change:
+        """Check a sequenced message completely. Changes nothing.
+
+        Raises:
+            Refusal: It does not fit.
+        """
+        return self._prepare[message.head.kind](message)
+
+    def commit(self, head: Head, change: Change) -> dict[str, Any]:
+        """Do what was prepared, and count it.
+
+        Raises:
+            Refusal: Something failed that no check foresaw. Half of a push may be applied; a replay
+                fails at the same place, and the server goes on.
+        """
+        try:
+            done = change()
+        except Exception as error:
+            log.exception("%s failed; this is a fault of the server", head.kind.name)
+            refusal = Refusal(Code.INTERNAL, f"{type(error).__name__} in the server: {error}")
+            self.clients.count(head, refusal)
+            raise refusal from error
+        self.clients.count(head, None)
+        return done
+
+    def repeat(self, message: Message) -> dict[str, Any]:
+        """The control part of the answer to a message that was applied before."""
+        if message.head.kind is not Kind.ATTACH:
+            return {}
+        spec, shard = _described(message.control)
+        known = self._by_name.get(spec.name)
+        if known is None:
+            text = f"number {message.head.sequence} of this client was something else"
+            raise Refusal(Code.TABLE, text, table=spec.name)
+        return {"table": self._same(known, spec, shard).number}
+
+    def create(self, spec: TableSpec, shard: Shard) -> Table:
+        """Make a table. Its memory comes with its rows."""
+        table = Table(len(self.tables), spec, shard, self.budget)
+        self.tables.append(table)
+        self._by_name[spec.name] = table
+        return table
+
+    def table_named(self, name: str) -> Table | None:
+        """The table of that name, if it is here."""
+        return self._by_name.get(name)
+
+    def stats(self, first: int, last: int) -> list[dict[str, Any]]:
+        """For each of these tables: what it is, how full, how busy."""
+        return [
+            {
+                "name": table.spec.name,
+                "shard": f"{table.shard.sharding.value} {table.shard.index}/{table.shard.count}",
+                "table_rows": table.spec.rows,
+                "dim": table.spec.dim,
+                "optimizer": type(table.spec.optimizer).__name__,
+                "rows": table.count,
+                "bytes": table.count * table.row_bytes,
+                "ids": table.lookups.ids + table.pushes.ids,
+                **table.lookups.summary("lookup", "lookups"),
+                **table.pushes.summary("push", "pushes"),
+            }
+            for table in self.tables[first:last]
+        ]
+
+    def _prepare_attach(self, message: Message) -> Change:
+        spec, shard = _described(message.control)
+        known = self._by_name.get(spec.name)
+        if known is not None:
+            number = self._same(known, spec, shard).number
+            return lambda: {"table": number}
+        if len(self.tables) >= MOST_TABLES:
+            raise Refusal(Code.SIZE, f"this server has {MOST_TABLES} tables, which is the most")
+        return lambda: {"table": self.create(spec, shard).number}
+
+    def _same(self, known: Table, spec: TableSpec, shard: Shard) -> Table:
+        if (known.spec, known.shard) != (spec, shard):
+            raise Refusal(
+                Code.TABLE,
+                f"table {spec.name!r} is here as {known.spec}, {known.shard}, and was asked for as "
+                f"{spec}, {shard}; give it another name, or the same description",
+                table=spec.name,
+            )
+        return known
+
+    def _prepare_push(self, message: Message) -> Change:
+        shares = self._checked_with_memory(message)
+
+        def change() -> dict[str, Any]:
+            push_all(shares)
+            return {}
+
+        return change
+
+    def _prepare_write(self, message: Message) -> Change:
+        shares = self._checked_with_memory(message)
+
+        def change() -> dict[str, Any]:
+            for share in shares:
+                share.table.write(share.ids, share.slots, share.values)
+            return {}
+
+        return change
+
+    def _checked_with_memory(self, message: Message) -> list[Share]:
+        shares = checked(self.tables, message)
+        self.budget.check(sum(share.table.new_bytes(share.slots) for share in shares))
+        return shares
+
+
+def _found(share: Share, values: NDArray[np.uint8], at: int) -> None:
+    """Write what was asked for into a reply."""
+    table, section = share.table, share.section
+    if share.bags is None:
+        out = np.ndarray((section.ids,), table.raw_dtype, values, at)
+        table.read(share.ids, share.slots, out)
+    elif section.bags:
+        count = section.bags * table.spec.dim
+        flat = torch.frombuffer(values, dtype=table.dtype, count=count, offset=at)
+        share.bags.pooled(share.slots, flat.view(section.bags, table.spec.dim))
+
+
+def _described(control: Mapping[str, Any]) -> tuple[TableSpec, Shard]:
+    try:
+        spec = TableSpec.from_json(control["table"])
+        found = control["shard"]
+        index, count = found["index"], found["count"]
+        if type(index) is not int or type(count) is not int:
+            raise TypeError("index and count of a shard are whole numbers")
+        return spec, Shard(Sharding(found["sharding"]), index, count)
+    except (KeyError, TypeError, ValueError, ConfigurationError) as error:
+        raise Refusal(Code.TABLE, f"no description of a table: {error!r:.300}") from None

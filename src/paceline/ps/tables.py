@@ -1,0 +1,203 @@
+"""The tables of one module on its servers: attach, look up, push, prefetch, read, write.
+
+Called by the modules (``ps/embedding.py``, ``ps/collection.py``), which know how they are called;
+this file knows what happens then. One autograd function stands for all tables of a batch: its
+outputs are what servers sent, its backward makes one push for each server.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from paceline.errors import ConfigurationError
+from paceline.ps.config import TableConfig
+from paceline.ps.connect import Servers
+from paceline.ps.group import Group, Kin, kin_of
+from paceline.ps.inputs import FlatBags
+from paceline.ps.parts import BagsPart, Part, RowsPart
+from paceline.ps.placement import attach
+from paceline.ps.plan import MOST_TABLES
+from paceline.ps.prefetch import Announcements
+from paceline.ps.visit import Stage, Visit
+
+Batch = Mapping[int, FlatBags]
+"""For each table that is asked, by its index, its input."""
+
+
+class Tables:
+    """Tables of one module.
+
+    Args:
+        servers: Where.
+        configs: Which.
+        staleness: See ``ps/prefetch.py``.
+        grad_scale: Gradients are multiplied by this before they are pushed.
+
+    Attributes:
+        lrs: The learning rate of each, sent with every push.
+        pushes: How many pushes were made.
+        is_trained: False: lookups make no graph, so nothing is pushed.
+    """
+
+    def __init__(
+        self, servers: Servers, configs: Sequence[TableConfig], staleness: int, grad_scale: float
+    ) -> None:
+        if not 0 < len(configs) <= MOST_TABLES:
+            raise ConfigurationError(f"1 to {MOST_TABLES} tables, not {len(configs)}")
+        if staleness < 0:
+            raise ConfigurationError(f"staleness is a number of pushes, not {staleness}")
+        self.servers = servers
+        self.places = attach(servers, configs)
+        self.lrs = [config.optimizer.lr for config in configs]
+        self.pushes = 0
+        self.is_trained = True
+        self.announced = Announcements(staleness)
+        self._grad_scale = grad_scale
+        self._groups: dict[tuple[tuple[int, Kin], ...], list[Group]] = {}
+        self._open: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        # Autograd calls a backward only for what hangs on something that requires a gradient.
+        # No parameter: neither DDP nor an optimizer sees it.
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def prefetch(self, batch: Any, inputs: Batch) -> None:
+        """Announce a batch; it is asked for as soon as its order allows."""
+        with self._lock:
+            self.announced.add(batch, self.plan(inputs), self.servers.epoch)
+            self._ask_announced()
+
+    def forward(self, batch: Any, read: Callable[[], Batch]) -> dict[int, Tensor]:
+        """Look up a batch, and pool it. ``read`` gives its inputs, if it was not announced."""
+        with self._lock:
+            visit = self.announced.take(batch, self.pushes, self.servers.epoch)
+            if visit is None:
+                visit = self.plan(read())
+            if visit.stage is Stage.PLANNED:
+                visit.ask(self.pushes)
+        anchor = self._anchor if self.is_trained else self._anchor.detach()
+        weights = [each.weights for pool in visit.pools for each in pool.part.inputs]
+        found = _Lookup.apply(anchor, visit, self, *weights)  # type: ignore[no-untyped-call]
+        return dict(zip(visit.tables, found, strict=True))
+
+    def push(self, visit: Visit, gradients: Sequence[Tensor | None]) -> None:
+        """Push what a backward found, then ask for what waited for it."""
+        with self._lock:
+            self._open.discard(visit)
+            if visit.push(gradients, self.lrs, self._grad_scale):
+                self.pushes += 1
+            self._ask_announced()
+
+    def opened(self, visit: Visit) -> None:
+        """A graph was made that may push."""
+        self._open.add(visit)
+
+    def _ask_announced(self) -> None:
+        self.announced.ask(self.pushes, len(self._open))
+
+    def plan(self, inputs: Batch) -> Visit:
+        """Which rows a batch needs from which server."""
+        parts: list[Part] = []
+        for group in self.groups_of(inputs):
+            parts.extend(self._parts(group, inputs))
+        return Visit(parts, self.servers.channels)
+
+    def _parts(self, group: Group, inputs: Batch) -> Iterator[Part]:
+        """Decide for each table who pools; what trainers pool is planned together."""
+        mine = [inputs[table] for table in group.tables]
+        found = group.layout.find([each.ids for each in mine])
+        rows_of = found.starts.reshape(-1)
+        pooled = [
+            at
+            for at, each in enumerate(mine)
+            if self._is_pooled_by_server(group, at, each, rows_of)
+        ]
+        for at in pooled:
+            yield BagsPart(group.tables[at], group.places[at], mine[at])
+        if not pooled:
+            yield RowsPart(group, found, mine)
+        elif rest := {t: inputs[t] for at, t in enumerate(group.tables) if at not in pooled}:
+            for smaller in self.groups_of(rest):
+                left = [rest[table] for table in smaller.tables]
+                yield RowsPart(smaller, smaller.layout.find([each.ids for each in left]), left)
+
+    def _is_pooled_by_server(self, group: Group, at: int, bags: FlatBags, starts: Any) -> bool:
+        place = group.places[at]
+        config = place.config
+        if config.pooling == "trainer" or bags.offsets is None:
+            return False
+        if not config.may_pool(len(self.servers)):
+            return False
+        if bags.weights is not None and bags.weights.requires_grad:
+            return False
+        if config.pooling == "server":
+            return True
+        first = place.home * len(group.tables) + at
+        return _is_smaller(bags, int(starts[first + 1] - starts[first]), group.row_bytes)
+
+    def groups_of(self, inputs: Batch) -> list[Group]:
+        """The tables of a batch, by kin."""
+        key = tuple(
+            (
+                table,
+                kin_of(
+                    table,
+                    self.places[table].config,
+                    bags.weights is not None,
+                    bags.offsets is not None,
+                ),
+            )
+            for table, bags in inputs.items()
+        )
+        groups = self._groups.get(key)
+        if groups is None:
+            kins: dict[Kin, list[int]] = {}
+            for table, kin in key:
+                kins.setdefault(kin, []).append(table)
+            groups = [
+                Group(tables, [self.places[table] for table in tables], kin)
+                for kin, tables in kins.items()
+            ]
+            if len(self._groups) >= _KEPT_GROUPS:
+                self._groups.clear()
+            self._groups[key] = groups
+        return groups
+
+
+_KEPT_GROUPS = 256
+
+
+def _is_smaller(bags: FlatBags, rows: int, row_bytes: int) -> bool:
+    """Say whether pooled bags are fewer bytes than rows; both ways are the same size."""
+    weights = 0 if bags.weights is None else len(bags.ids) * bags.weights.itemsize
+    as_bags = 8 * (len(bags.ids) + bags.bags) + weights + bags.bags * row_bytes
+    return as_bags < rows * (8 + row_bytes)
+
+
+class _Lookup(torch.autograd.Function):
+    """What servers sent, pooled; in backward, what is sent to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, visit: Visit, tables: Tables, *weights: Tensor | None
+    ) -> Any:
+        ctx.visit, ctx.tables = visit, tables
+        ctx.set_materialize_grads(False)
+        if ctx.needs_input_grad[0]:
+            tables.opened(visit)
+        return visit.collect()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        visit: Visit = ctx.visit
+        weights = visit.weights_backward(gradients) if any(ctx.needs_input_grad[3:]) else ()
+        if ctx.needs_input_grad[0]:
+            ctx.tables.push(visit, gradients)
+        return None, None, None, *(weights or [None] * (len(ctx.needs_input_grad) - 3))

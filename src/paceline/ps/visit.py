@@ -1,0 +1,153 @@
+"""One batch's way to the servers and back: planned, asked for, collected, pushed.
+
+Called by ``ps/tables.py``. A visit belongs to one batch of one module; the graph of that batch
+keeps it alive until its backward has pushed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from paceline.errors import ServerError
+from paceline.ps.channel import Channel
+from paceline.ps.ledger import Pending
+from paceline.ps.parts import BagsPart, Bytes, Part, RowsPart, message
+from paceline.ps.pool import Pool
+from paceline.ps.wire import Frame, Kind, read_head
+
+
+class Stage(enum.Enum):
+    """Where a visit is."""
+
+    PLANNED = "planned"
+    """It is known which rows are needed."""
+    ASKED = "asked"
+    """Each server has been asked; the replies may be on their way."""
+    COLLECTED = "collected"
+    """The rows are here. It may push, once for each backward."""
+
+
+class Visit:
+    """One batch.
+
+    Args:
+        parts: What is looked up.
+        channels: One for each server.
+
+    Attributes:
+        stage: See :class:`Stage`.
+        tables: The tables in the order of outputs: those of each part, one part after the other.
+        pools: What pools the parts whose rows travel.
+        pushes_before: How many pushes of its module had been made when servers were asked.
+    """
+
+    def __init__(self, parts: Sequence[Part], channels: Sequence[Channel]) -> None:
+        self.parts = tuple(parts)
+        self.stage = Stage.PLANNED
+        self.pushes_before = 0
+        self.pools = tuple(Pool(part) for part in parts if isinstance(part, RowsPart))
+        self.tables = tuple(table for part in parts for table in part.tables)
+        self._channels = channels
+        self._asked: list[tuple[Channel, Pending]] = []
+
+    def ask(self, pushes_before: int) -> None:
+        """Send one lookup to each server that has something of this batch."""
+        self.pushes_before = pushes_before
+        for server, channel in enumerate(self._channels):
+            shares = [share for part in self.parts if (share := part.lookup(server)) is not None]
+            if shares:
+                self._asked.append((channel, channel.post(message(Kind.LOOKUP, shares))))
+        self.stage = Stage.ASKED
+
+    def forget(self) -> None:
+        """The rows are not needed, or not any more: back to ``PLANNED``."""
+        for channel, pending in self._asked:
+            channel.abandon(pending)
+        self._asked.clear()
+        self.stage = Stage.PLANNED
+
+    def collect(self) -> tuple[Tensor, ...]:
+        """Wait for the replies, and give the bags of each table."""
+        for channel, pending in self._asked:
+            self._distribute(channel, pending, channel.wait(pending))
+        self._asked.clear()
+        self.stage = Stage.COLLECTED
+        pools = iter(self.pools)
+        outputs: list[Tensor] = []
+        for part in self.parts:
+            found = part.result()
+            if isinstance(part, BagsPart):
+                outputs.append(found.to(part.input.device))
+            else:
+                outputs.extend(next(pools).forward(found))
+        return tuple(outputs)
+
+    def push(self, gradients: Sequence[Tensor | None], lrs: Sequence[float], scale: float) -> bool:
+        """Send one push to each server that has something of it; say whether there was any."""
+        given = []
+        for part, gradient in self._gradients(gradients):
+            if gradient is not None:
+                scaled = gradient if scale == 1.0 else gradient * scale
+                given.append((part, part.gradient(scaled)))
+        sent = [self._push(server, given, lrs) for server in range(len(self._channels))]
+        return any(sent)
+
+    def weights_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the weights of all tables whose rows travel."""
+        found: list[Tensor | None] = []
+        for pool, mine in self._by_pool(gradients):
+            found.extend(pool.weights_backward(mine))
+        return found
+
+    def _gradients(
+        self, gradients: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Part, Tensor | None]]:
+        """The gradient of what each part has found."""
+        for pool, mine in self._by_pool(gradients):
+            yield pool.part, pool.backward(mine)
+        given = dict(zip(self.tables, gradients, strict=True))
+        for part in self.parts:
+            if isinstance(part, BagsPart):
+                yield part, given[part.table]
+
+    def _by_pool(
+        self, gradients: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Pool, list[Tensor | None]]]:
+        given = dict(zip(self.tables, gradients, strict=True))
+        for pool in self.pools:
+            yield pool, [given[table] for table in pool.part.tables]
+
+    def _push(self, server: int, given: list[tuple[Part, Bytes]], lrs: Sequence[float]) -> bool:
+        shares = [
+            share
+            for part, gradient in given
+            if (share := part.push(server, gradient, lrs)) is not None
+        ]
+        if shares:
+            self._channels[server].post(message(Kind.PUSH, shares))
+        return bool(shares)
+
+    def _distribute(self, channel: Channel, pending: Pending, frames: list[Frame]) -> None:
+        server = channel.index
+        sizes = [part.reply_bytes(server) for part in self.parts]
+        head, records = read_head(frames[0])
+        # A FOUND repeats the records of its LOOKUP: then all sizes are the expected ones.
+        is_expected = head.kind is Kind.FOUND and len(frames) == 3 and records == pending.tail
+        if not is_expected or len(frames[2]) != sum(sizes):
+            raise ServerError(
+                f"server {server} ({channel.address}) answered a {pending.what} with something "
+                "else: are trainer and server of the same version?",
+                server=server,
+                address=channel.address,
+                operation=pending.what,
+            )
+        values = np.frombuffer(frames[2], np.uint8)
+        at = 0
+        for part, size in zip(self.parts, sizes, strict=True):
+            if size:
+                part.put(server, values[at : at + size])
+            at += size

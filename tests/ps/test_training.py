@@ -1,0 +1,102 @@
+"""One trainer, staleness 0: training equals plain local torch, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer step would, and change the environment
+from torch import Tensor, nn
+
+from paceline import ps
+from paceline.testing import warm_up
+
+STEPS = 20
+ROWS, DIM, TABLES = 300, 16, 3
+LR = 0.1
+
+OPTIMIZERS: dict[str, tuple[ps.SGD | ps.Adagrad | ps.Adam, Callable[..., torch.optim.Optimizer]]]
+OPTIMIZERS = {
+    "sgd": (ps.SGD(LR), lambda params: torch.optim.SGD(params, lr=LR)),
+    "adagrad": (ps.Adagrad(LR), lambda params: torch.optim.Adagrad(params, lr=LR)),
+    "adam": (ps.Adam(LR), lambda params: torch.optim.SparseAdam(list(params), lr=LR)),
+}
+
+
+@pytest.fixture(scope="module")
+def connections() -> Iterator[dict[int, ps.Servers]]:
+    """Connections to 1, 2 and 3 of the same servers."""
+    warm_up()
+    with ps.local(3, start_method="forkserver") as servers:
+        found = {n: ps.connect(servers.addresses[:n]) for n in (1, 2, 3)}
+        yield found
+        for connection in found.values():
+            connection.close()
+
+
+def random_bags(generator: torch.Generator, rows: int = ROWS) -> ps.Bags:
+    """8 bags, some of them empty, of 60 ids with many duplicates."""
+    ids = torch.randint(rows, (60,), generator=generator) // 3
+    cuts = torch.randint(61, (7,), generator=generator).sort().values
+    return ps.Bags(ids, torch.cat([torch.zeros(1, dtype=torch.int64), cuts]))
+
+
+def dense_part() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(TABLES * DIM, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def step(dense: nn.Module, found: list[Tensor], optimizer: torch.optim.Optimizer) -> float:
+    loss = dense(torch.cat(found, 1)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("sharding", "servers"),
+    [("hash", 1), ("hash", 3), ("range", 2), ("range", 3), ("table", 2), ("table", 3)],
+)
+def test_training_equals_local_torch(
+    connections: dict[int, ps.Servers], sharding: str, servers: int, kind: str, mode: str
+) -> None:
+    policy, make = OPTIMIZERS[kind]
+    sparse = kind == "adam"
+    connection = connections[servers]
+    configs = [
+        ps.TableConfig(
+            f"{sharding}{servers}{kind}{mode}{at}",
+            ROWS,
+            DIM,
+            mode=mode,
+            sparse=sparse,
+            sharding=sharding,
+            optimizer=policy,
+        )
+        for at in range(TABLES)
+    ]
+    remote = ps.EmbeddingBagCollection(configs, servers=connection)
+    local = [nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=sparse) for _ in configs]
+    for config, module in zip(configs, local, strict=True):
+        module.weight.data.copy_(remote.rows(config.name, torch.arange(ROWS)))
+    tables = make([module.weight for module in local])
+    dense, dense_local = dense_part(), dense_part()
+    optimizer = torch.optim.SGD(dense.parameters(), lr=LR)
+    optimizer_local = torch.optim.SGD(dense_local.parameters(), lr=LR)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        bags = [random_bags(generator) for _ in configs]
+        batch = {config.name: each for config, each in zip(configs, bags, strict=True)}
+        loss = step(dense, list(remote(batch).values()), optimizer)
+        found = [module(each.ids, each.offsets) for module, each in zip(local, bags, strict=True)]
+        expected = step(dense_local, found, optimizer_local)
+        tables.step()
+        tables.zero_grad()
+        assert loss == expected
+    for config, module in zip(configs, local, strict=True):
+        rows = remote.rows(config.name, torch.arange(ROWS))
+        assert torch.equal(rows, module.weight), (rows - module.weight).abs().max()
