@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.cli import main
+from paceline.cli.bench_hybrid import ps_servers
 from paceline.cli.bench_hybrid_model import LEARNING_RATE, dense_network, epoch, table_weight
 from paceline.cli.bench_hybrid_plan import HybridPlan, RouteName, choose_port, parse_routes
 from paceline.cli.bench_hybrid_ranks import EpochSample, TrainerResult, run_process
@@ -50,6 +51,13 @@ def train(plan: HybridPlan, trainer: int, steps: dict[str, Any]) -> dict[str, An
     return {"found": found, "threads": torch.get_num_threads()}
 
 
+def train_on(plan: HybridPlan) -> list[dict[str, Any]]:
+    """Run every route; return what each trainer brought."""
+    with ps_servers(plan) as addresses:
+        plan = plan.with_ps(addresses)
+        return [r for r in run_ranks(plan.world, run_process, plan, train, init=False) if r]
+
+
 def train_plainly(plan: HybridPlan) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
     dense = dense_network(plan.seed)
     weights = [nn.Parameter(table_weight(plan, table)) for table in plan.table_order]
@@ -69,7 +77,7 @@ def train_plainly(plan: HybridPlan) -> tuple[list[float], list[torch.Tensor], li
 def test_every_route_trains_like_plain_torch() -> None:
     """With one trainer the order of updates is certain, so all weights can be compared."""
     plan = plan_of(1, 2)
-    result = next(r for r in run_ranks(plan.world, run_process, plan, train, init=False) if r)
+    [result] = train_on(plan)
     [(losses, dense, tables)] = run_ranks(1, train_plainly, plan, init=False)
     before = [table_weight(plan, table) for table in plan.table_order]
     assert all(not torch.equal(a, b) for a, b in zip(tables, before, strict=True))
@@ -83,7 +91,7 @@ def test_every_route_trains_like_plain_torch() -> None:
 
 def test_trainers_stay_equal_and_share_the_tables() -> None:
     plan = plan_of(2, 2, cycles=1)
-    first, second = (r for r in run_ranks(plan.world, run_process, plan, train, init=False) if r)
+    first, second = train_on(plan)
     for name, (losses, dense, _) in first["found"].items():
         assert losses != second["found"][name][0], "each has its own data"
         for mine, theirs in zip(dense, second["found"][name][1], strict=True):

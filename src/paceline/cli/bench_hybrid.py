@@ -8,8 +8,10 @@ imported late; numbers become tables in :mod:`paceline.cli.bench_hybrid_report`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +105,10 @@ def _plan(args: argparse.Namespace) -> HybridPlan:
         seed=args.seed,
     )
     plan.check()
+    if RouteName.PS in plan.routes and importlib.util.find_spec("zmq") is None:
+        raise ConfigurationError(
+            '--route ps needs pyzmq: pip install "paceline[ps]", or --route rpc-torch,rpc-paceline'
+        )
     return plan.at_port(choose_port(plan.master_addr, plan.master_port))
 
 
@@ -114,10 +120,29 @@ def _measure(plan: HybridPlan) -> list[TrainerResult]:
     if plan.master_addr in LOOPBACK:
         # Else both look up the machine's own name, which not every machine can.
         environment = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
-    found = run_ranks(
-        plan.world, run_process, plan, timeout_s=TIMEOUT_S, init=False, threads=1, env=environment
-    )
+    with ps_servers(plan) as addresses:
+        found = run_ranks(
+            plan.world,
+            run_process,
+            plan.with_ps(addresses),
+            timeout_s=TIMEOUT_S,
+            init=False,
+            threads=1,
+            env=environment,
+        )
     return [result for result in found if result is not None]
+
+
+@contextlib.contextmanager
+def ps_servers(plan: HybridPlan) -> Iterator[Sequence[str]]:
+    """Run as many parameter servers as the other routes have, if there is a route for them."""
+    if RouteName.PS not in plan.routes:
+        yield ()
+        return
+    from paceline import ps
+
+    with ps.local(plan.servers) as servers:
+        yield servers.addresses
 
 
 def _show(

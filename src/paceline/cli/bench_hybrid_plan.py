@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import errno
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import ConfigurationError
@@ -30,6 +31,9 @@ class RouteName(str, enum.Enum):
 
     RPC_PACELINE = "rpc-paceline"
     """The same with Paceline's DDP around the dense network."""
+
+    PS = "ps"
+    """Paceline's parameter servers, with Paceline's DDP around the dense network."""
 
 
 class Role(enum.Enum):
@@ -55,6 +59,7 @@ class HybridPlan:
         master_addr: Where the processes meet.
         master_port: Same.
         seed: Of weights and data.
+        ps_addresses: Of Paceline's parameter servers, once they are started.
     """
 
     routes: tuple[RouteName, ...]
@@ -67,6 +72,7 @@ class HybridPlan:
     master_addr: str
     master_port: int
     seed: int = 0
+    ps_addresses: tuple[str, ...] = ()
 
     @property
     def tables(self) -> int:
@@ -98,6 +104,10 @@ class HybridPlan:
     def at_port(self, port: int) -> HybridPlan:
         """Return the same plan with another port."""
         return replace(self, master_port=port)
+
+    def with_ps(self, addresses: Sequence[str]) -> HybridPlan:
+        """Return the same plan with parameter servers."""
+        return replace(self, ps_addresses=tuple(addresses))
 
     def check(self) -> None:
         """See that this can be run.

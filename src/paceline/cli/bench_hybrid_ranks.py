@@ -82,7 +82,15 @@ Work = Callable[[HybridPlan, int, dict[str, Step]], Any]
 
 def routes_of(plan: HybridPlan) -> list[Route]:
     """Make the routes of this run, the same in every process."""
-    return [RpcRoute(name) for name in plan.routes]
+    return [_route(name) for name in plan.routes]
+
+
+def _route(name: RouteName) -> Route:
+    if name is not RouteName.PS:
+        return RpcRoute(name)
+    from paceline.cli.bench_hybrid_ps import PsRoute  # needs paceline[ps]
+
+    return PsRoute()
 
 
 def run_process(plan: HybridPlan, work: Work | None = None) -> Any:
