@@ -27,11 +27,12 @@ from paceline.errors import ConfigurationError
 from paceline.testing import run_ranks
 
 SMALL = ["--embeddings", "40", "--dim", "128", "--warmup-cycles", "1", "--cycles", "2"]
+SMALL += ["--launches", "1"]
 
 
 def plan_of(trainers: int, servers: int, **changes: Any) -> HybridPlan:
     options = {"routes": tuple(RouteName), "embeddings": 40, "dim": 128, "warmup_cycles": 0}
-    options |= {"cycles": 3, "master_addr": "127.0.0.1", **changes}
+    options |= {"cycles": 3, "launches": 1, "master_addr": "127.0.0.1", **changes}
     port = choose_port("127.0.0.1", 0)
     return HybridPlan(trainers=trainers, servers=servers, master_port=port, **options)
 
@@ -53,9 +54,15 @@ def train(plan: HybridPlan, trainer: int, steps: dict[str, Any]) -> dict[str, An
 
 def train_on(plan: HybridPlan) -> list[dict[str, Any]]:
     """Run every route; return what each trainer brought."""
-    with ps_servers(plan) as addresses:
-        plan = plan.with_ps(addresses)
-        return [r for r in run_ranks(plan.world, run_process, plan, train, init=False) if r]
+    whole: list[dict[str, Any]] = [{"found": {}} for _ in range(plan.trainers)]
+    for company in plan.companies:
+        with ps_servers(company) as addresses:
+            company = company.with_ps(addresses).at_port(choose_port("127.0.0.1", 0))
+            results = run_ranks(company.world, run_process, company, train, init=False)
+        for mine, result in zip(whole, filter(None, results), strict=True):
+            mine["found"] |= result["found"]
+            mine["threads"] = result["threads"]
+    return whole
 
 
 def train_plainly(plan: HybridPlan) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_number(parser, "--dim", 64, "width of each table; 512/dim tables are made")
     _add_number(parser, "--warmup-cycles", 3, "cycles that are not counted")
     _add_number(parser, "--cycles", 20, "cycles that are: an epoch of every route in each")
+    _add_number(parser, "--launches", 2, "how often to start all processes anew and repeat that")
     _add_number(parser, "--seed", 0, "of weights and data")
     parser.add_argument(
         "--master-addr",
@@ -100,6 +101,7 @@ def _plan(args: argparse.Namespace) -> HybridPlan:
         dim=args.dim,
         warmup_cycles=args.warmup_cycles,
         cycles=args.cycles,
+        launches=args.launches,
         master_addr=args.master_addr,
         master_port=args.master_port,
         seed=args.seed,
@@ -113,6 +115,19 @@ def _plan(args: argparse.Namespace) -> HybridPlan:
 
 
 def _measure(plan: HybridPlan) -> list[TrainerResult]:
+    """Run every company in turn, as often as there are launches."""
+    from paceline.cli.bench_hybrid_ranks import joined
+
+    found: list[list[TrainerResult]] = []
+    for launch in range(plan.launches):
+        companies = plan.companies
+        for company in companies[launch % len(companies) :] + companies[: launch % len(companies)]:
+            port = choose_port(plan.master_addr, 0) if found else plan.master_port
+            found.append(_run_company(company.at_port(port)))
+    return joined(found)
+
+
+def _run_company(plan: HybridPlan) -> list[TrainerResult]:
     from paceline.cli.bench_hybrid_ranks import run_process
     from paceline.testing import run_ranks
 

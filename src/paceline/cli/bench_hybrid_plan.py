@@ -56,6 +56,7 @@ class HybridPlan:
         dim: Width of each table.
         warmup_cycles: Cycles that are run and not counted.
         cycles: Cycles that are counted; in each, every route runs one epoch.
+        launches: How often all of this is done, each time with new processes.
         master_addr: Where the processes meet.
         master_port: Same.
         seed: Of weights and data.
@@ -69,6 +70,7 @@ class HybridPlan:
     dim: int
     warmup_cycles: int
     cycles: int
+    launches: int
     master_addr: str
     master_port: int
     seed: int = 0
@@ -80,9 +82,24 @@ class HybridPlan:
         return FEATURES // self.dim
 
     @property
+    def uses_rpc(self) -> bool:
+        """Whether a route needs torch RPC, and so a master and servers among the processes."""
+        return any(route is not RouteName.PS for route in self.routes)
+
+    @property
     def world(self) -> int:
-        """How many processes: the master, trainers, servers, in this order of ranks."""
-        return 1 + self.trainers + self.servers
+        """How many processes: the master, trainers, servers, in this order of ranks.
+
+        Without RPC trainers only: Paceline's servers have another owner.
+        """
+        return 1 + self.trainers + self.servers if self.uses_rpc else self.trainers
+
+    @property
+    def companies(self) -> list[HybridPlan]:
+        """Cut into runs with processes of their own: torch RPC's threads poll even when idle."""
+        over_rpc = tuple(route for route in self.routes if route is not RouteName.PS)
+        over_ps = tuple(route for route in self.routes if route is RouteName.PS)
+        return [replace(self, routes=routes) for routes in (over_rpc, over_ps) if routes]
 
     def tables_of(self, server: int) -> list[int]:
         """Return which tables a server holds: they are dealt out in turn."""
@@ -95,6 +112,8 @@ class HybridPlan:
 
     def role_of(self, rank: int) -> tuple[Role, int]:
         """Return what a process is, and its number among those of its kind."""
+        if not self.uses_rpc:
+            return Role.TRAINER, rank
         if rank == 0:
             return Role.MASTER, 0
         if rank <= self.trainers:
@@ -115,7 +134,7 @@ class HybridPlan:
         Raises:
             ConfigurationError: It cannot; the text says which option to change.
         """
-        for name in ("trainers", "servers", "embeddings", "dim", "cycles"):
+        for name in ("trainers", "servers", "embeddings", "dim", "cycles", "launches"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"--{name} {getattr(self, name)}: at least 1")
         if self.warmup_cycles < 0:

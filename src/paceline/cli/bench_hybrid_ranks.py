@@ -1,8 +1,8 @@
 """What each process of ``paceline bench hybrid`` does: the schedule, the clock, the way out.
 
-Called in the processes by :mod:`paceline.cli.bench_hybrid`. All of them stay for the whole run.
-Each cycle runs one epoch of every route in turn, so that what disturbs the machine disturbs all
-routes alike. Must not know how a route works: that is behind :class:`Route`.
+Called in the processes by :mod:`paceline.cli.bench_hybrid`. All of them stay for a whole launch.
+Each cycle runs one epoch of every route of this company in turn, so that what disturbs the machine
+disturbs all routes alike. Must not know how a route works: that is behind :class:`Route`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import datetime
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +76,17 @@ class TrainerResult:
     notes: dict[str, str]
 
 
+def joined(runs: Sequence[Sequence[TrainerResult]]) -> list[TrainerResult]:
+    """Put the results of several companies and launches together, trainer by trainer."""
+    found = [TrainerResult(each.trainer, {}, {}) for each in runs[0]]
+    for run in runs:
+        for whole, part in zip(found, run, strict=True):
+            whole.notes.update(part.notes)
+            for route, samples in part.samples.items():
+                whole.samples.setdefault(route, []).extend(samples)
+    return found
+
+
 Work = Callable[[HybridPlan, int, dict[str, Step]], Any]
 """What a trainer does, given its number and its end of every route."""
 
@@ -102,7 +113,7 @@ def run_process(plan: HybridPlan, work: Work | None = None) -> Any:
     """
     rank = int(os.environ["RANK"])
     role, number = plan.role_of(rank)
-    with rpc_agent(plan, rank):
+    with rpc_agent(plan, rank) if plan.uses_rpc else contextlib.nullcontext():
         routes = routes_of(plan)
         if role is Role.TRAINER:
             return _train(plan, routes, number, work or measure)
@@ -164,9 +175,12 @@ def _note(step: Step) -> str:
 
 @contextlib.contextmanager
 def _trainers(plan: HybridPlan, trainer: int) -> Iterator[dist.ProcessGroup]:
-    """Make the group of all trainers; they meet where RPC met."""
+    """Make the group of all trainers; they meet where RPC met, or would have."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        plan.master_addr, plan.master_port, is_master=False, timeout=GROUP_TIMEOUT
+        plan.master_addr,
+        plan.master_port,
+        is_master=trainer == 0 and not plan.uses_rpc,
+        timeout=GROUP_TIMEOUT,
     )
     dist.init_process_group(
         "gloo",

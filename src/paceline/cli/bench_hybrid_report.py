@@ -66,7 +66,8 @@ class Report:
     def ratio(self, route: RouteName, base: RouteName) -> tuple[float, float, float]:
         """Return how many times the rate of ``base`` a route has: median and quartiles.
 
-        Cycle by cycle: the two epochs of a cycle ran within seconds of each other.
+        Cycle by cycle. The two epochs of a cycle ran within seconds of each other if both routes
+        go over RPC, and within one launch otherwise.
         """
         pairs = zip(self.rates(route, None), self.rates(base, None), strict=True)
         found = [rate / other for rate, other in pairs]
@@ -84,7 +85,7 @@ class Report:
         shape = (
             f"{plan.trainers} trainers, {plan.servers} servers, {plan.tables} tables of "
             f"{plan.embeddings} x {plan.dim}, {BATCHES} batches an epoch, {plan.cycles} cycles "
-            f"after {plan.warmup_cycles} to warm up"
+            f"after {plan.warmup_cycles} to warm up, {plan.launches} launches"
         )
         return "\n".join(
             [
