@@ -231,6 +231,8 @@ def main() -> None:
     """Entry of ``python -m paceline.ps.supervisor FD``; the first message is the order."""
     pipe = Connection(int(sys.argv[1]))
     run_supervisor(pipe, pipe.recv_bytes())
+    sys.stderr.flush()
+    os._exit(0)  # to take torch down takes half a second, which the owner would wait for
 
 
 if __name__ == "__main__":
