@@ -18,6 +18,7 @@ import zmq
 
 from paceline.errors import ConfigurationError
 from paceline.ps.channel import Channel, Patience
+from paceline.ps.keys import read_client_keys
 from paceline.ps.ledger import Pending
 from paceline.ps.link import Link
 from paceline.ps.plan import MOST_SERVERS
@@ -191,6 +192,4 @@ def _end(context: Any, channels: Sequence[Channel], owner: int) -> None:
 
 
 def _curve(keys: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    if keys is None:
-        return {}
-    raise ConfigurationError("keys are not there yet")
+    return {} if keys is None else read_client_keys(Path(keys)).curve()

@@ -144,7 +144,7 @@ class Pool:
             torch.from_numpy(rank[self.part.found.inverse[ids]]).to(call.places.device),
             torch.from_numpy(offsets).to(call.places.device),
             None if call.weights is None else call.weights[ids],
-            -1 if call.padding < 0 else int(rank[call.padding]),
+            int(rank[call.padding]) if 0 <= call.padding < len(rank) else call.padding,
             call.offset2bag[ids] - first if len(call.offset2bag) else call.offset2bag,
             call.bag_size[bags],
             call.max_indices,
@@ -170,13 +170,17 @@ class Pool:
         return found.twice if is_scaled else found.thrice
 
     def _padding(self) -> int:
-        """Where the padding row is in the matrix, or -1; only a table that is alone has one."""
+        """Where the padding row is in the matrix, or -1; only a table that is alone has one.
+
+        A batch without it gets a place behind the last row: torch takes another way through its
+        kernel, and to other bits, when there is a padding at all.
+        """
         group = self.part.group
         padding = group.places[0].padding
         if padding is None:
             return -1
         place = self.part.found.place(padding, 0, group.layout.owner_of(0, padding))
-        return -1 if place is None else place
+        return len(self.part.found.ids) if place is None else place
 
     def _joined(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradient of all bags, zeros for tables without one."""
