@@ -96,7 +96,9 @@ def test_killed_at(place: Place, tmp_path: Path) -> None:
             assert process.exitcode == -signal.SIGKILL, f"{place} was not reached"
         with running(dataclasses.replace(settings, snapshot_every_s=0.0), None):
             assert not list((tmp_path / "state").glob("*.partial"))
+            client.send_again()
             client.finish()
+            client.send_again()
             pushed += 1
             for _ in range(5):
                 client.add_one(IDS)
