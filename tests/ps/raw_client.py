@@ -36,11 +36,14 @@ class RawClient:
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self.socket.connect(address)
+        self.connect(address)
         self._timeout_s = timeout_s
         self.client = os.urandom(16)
         self.sequence = 0
         self.request = 0
+
+    def connect(self, address: str) -> None:
+        self.socket.connect(address)
 
     def __enter__(self) -> RawClient:
         return self

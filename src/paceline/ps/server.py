@@ -172,6 +172,7 @@ class Server:
     def _enqueue(self, peer: bytes, later: Later) -> None:
         if len(self._jobs) < _MOST_JOBS:
             self._jobs.append((later.work, self._answer_later(peer, later)))
+            self._tend_jobs(is_done=False)  # of this moment, unless another child is at work
             return
         busy = Refusal(Code.SAVE, f"{_MOST_JOBS} saves are waiting already")
         self._send(peer, self._handler.refuse(later.head, busy))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +25,9 @@ from torch import Tensor
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.update import StateColumn
 
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+# Older Pythons do not name it; elsewhere than on Linux, mappings are not reserved anyway.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 _MAX_SLOTS = (1 << 31) - 2  # the map's entries are int32
 
 

@@ -192,7 +192,11 @@ class Store:
 
     def _checked_with_memory(self, message: Message) -> list[Share]:
         shares = checked(self.tables, message)
-        self.budget.check(sum(share.table.new_bytes(share.slots) for share in shares))
+        new = [share.table.new_bytes(share.slots) for share in shares]
+        self.budget.check(sum(new))
+        for share, new_bytes in zip(shares, new, strict=True):
+            if new_bytes:
+                share.table.reserve()
         return shares
 
 

@@ -86,6 +86,14 @@ class Table:
     @property
     def storage(self) -> RowStorage:
         """The memory of its rows, made when it is first needed."""
+        return self.reserve() if self._storage is None else self._storage
+
+    def reserve(self) -> RowStorage:
+        """Have address space for its rows.
+
+        Raises:
+            Refusal: There is none.
+        """
         if self._storage is None:
             self._storage = self._new_storage()
         return self._storage
