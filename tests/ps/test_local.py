@@ -76,12 +76,18 @@ def test_end_with_the_process(how: signal.Signals | None) -> None:
         env=environ,
     )
     assert owner.stdout is not None
-    pids = pids_of(owner.stdout.readline().split())
+    addresses = owner.stdout.readline().split()
+    pids = pids_of(addresses)
     assert len(pids) == 2
     if how is not None:
         owner.send_signal(how)
     owner.communicate("")
     wait_gone(pids)
+    sockets = Path(addresses[0].removeprefix("ipc://")).parent
+    until_s = time.monotonic() + 10
+    while sockets.exists():
+        assert time.monotonic() < until_s, "the directory of the sockets was left behind"
+        time.sleep(0.05)
 
 
 def test_kill_and_restart(start_servers: Callable[..., ps.LocalServers]) -> None:
@@ -127,17 +133,3 @@ def test_a_directory_that_cannot_be(
     (tmp_path / "file").write_text("")
     with pytest.raises(ServerStartError, match=r"server 0 did not start: .*cannot be used"):
         start_servers(1, directory=tmp_path / "file")
-
-
-def test_fsync(start_servers: Callable[..., ps.LocalServers], tmp_path: Path) -> None:
-    """Every acknowledgement is behind a sync of the journal."""
-    servers = start_servers(1, directory=tmp_path, fsync=True)
-    (pid,) = pids_of(servers.addresses)
-    from tests.ps.patient_client import PatientClient
-
-    with PatientClient(servers.addresses[0]) as client:
-        client.attach_patiently()
-        for _ in range(3):
-            client.add_one([1])
-        assert client.hello()["applied"] == 4
-    assert is_running(pid)

@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -224,7 +225,11 @@ def run_supervisor(pipe: Connection, order: bytes) -> None:
     set_up_logging()
     found = json.loads(order)
     settings = [_settings(fields) for fields in found["servers"]]
-    Supervisor(pipe, settings, found["restart"]).run()
+    try:
+        Supervisor(pipe, settings, found["restart"]).run()
+    finally:
+        # The owner does so as well, unless it was killed.
+        shutil.rmtree(found["sockets"], ignore_errors=True)
 
 
 def _settings(fields: dict[str, Any]) -> ServerSettings:
