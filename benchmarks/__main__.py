@@ -13,6 +13,7 @@ BENCHMARKS = {
     "hooks_link": "step time with communication hooks over links of 1 Gbit/s and 100 Mbit/s",
     "powersgd_compress": "PowerSGD's compression beside torch's",
     "hot_path": "microseconds per gradient, with a profile",
+    "ps_lookup": "lookups and pushes through parameter servers, for tables of several sizes",
     "data_parallel": "2 CPU replicas beside the plain module",
 }
 

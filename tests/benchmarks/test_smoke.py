@@ -104,3 +104,15 @@ def test_wrong_options_are_explained(words: list[str], capsys: pytest.CaptureFix
 def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "ddp_step" in capsys.readouterr().err
+
+
+def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "ps_lookup --rows 100,10000 --unique 50 --bags 20 --ids 4 --dim 8 --servers 2 --rounds 2"
+    )
+    results = run(tmp_path / "out.json", *words.split())["results"]
+    assert [each["rows"] for each in results] == [100, 10000, 10000]
+    assert [each["unique"] for each in results[:2]] == [50, 50]
+    assert results[0]["moved_bytes"] == results[1]["moved_bytes"]
+    assert results[0]["server_bytes"] == results[1]["server_bytes"] >= 50 * 8 * 4
+    assert "ratio" in capsys.readouterr().out

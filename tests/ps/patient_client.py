@@ -41,6 +41,10 @@ class PatientClient(RawClient):
         self.socket.send_multipart(frames)
         self.finish(is_alive)
 
+    def send_again(self) -> None:
+        """Send the last message once more without asking: applied or not, it counts once."""
+        self.socket.send_multipart(self._open)
+
     def finish(self, is_alive: Callable[[], bool] = lambda: True) -> None:
         """Wait until the last message is acknowledged; say HELLO and send it again if need be."""
         until_s = time.monotonic() + 30.0

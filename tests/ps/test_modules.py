@@ -391,3 +391,10 @@ def test_other_dtypes(servers: ps.Servers, dtype: torch.dtype) -> None:
     assert torch.equal(found, rows[LINE])
     found.sum().backward()
     assert torch.equal(module.rows(LINE), rows[LINE] - 1)
+
+
+def test_pooling_by_a_server_needs_weights_without_gradient(servers: ps.Servers) -> None:
+    module = make(servers, sharding="table", pooling="server")
+    weights = torch.ones(3, requires_grad=True)
+    module(LINE, ZERO, weights).sum().backward()  # so the trainer pools
+    assert weights.grad is not None

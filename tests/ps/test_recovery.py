@@ -96,12 +96,39 @@ def test_killed_at(place: Place, tmp_path: Path) -> None:
             assert process.exitcode == -signal.SIGKILL, f"{place} was not reached"
         with running(dataclasses.replace(settings, snapshot_every_s=0.0), None):
             assert not list((tmp_path / "state").glob("*.partial"))
+            client.send_again()
             client.finish()
+            client.send_again()
             pushed += 1
             for _ in range(5):
                 client.add_one(IDS)
                 pushed += 1
             assert torch.equal(client.values(IDS), torch.full((3, SPEC.dim), float(pushed)))
+
+
+def test_every_place_is_tried() -> None:
+    assert {*PUSH_PLACES, *SNAPSHOT_PLACES, Place.LOADED} == set(Place)
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_killed_in_a_load(tmp_path: Path) -> None:
+    """It comes back as it was before, and does it when it is asked again."""
+    settings = ServerSettings(f"ipc://{tmp_path / 'socket'}", tmp_path / "state")
+    with PatientClient(settings.address) as client:
+        with running(settings, Place.LOADED) as process:
+            client.attach_patiently()
+            client.write_zeros(IDS)
+            client.add_one(IDS)
+            client.control(Kind.SAVE, {"path": str(tmp_path / "saved")})
+            client.add_one(IDS)
+            load = pack_control(client.next_head(Kind.LOAD), {"path": str(tmp_path / "saved")})
+            client.socket.send_multipart(load)
+            process.join(20)
+            assert process.exitcode == -signal.SIGKILL
+        with running(settings, None):
+            assert client.values(IDS)[0, 0] == 2.0
+            client.deliver(load)
+            assert client.values(IDS)[0, 0] == 1.0
 
 
 def test_sigkill_20_times(start_servers: Callable[..., ps.LocalServers], tmp_path: Path) -> None:

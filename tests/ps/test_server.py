@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 
 from paceline import ps
+from paceline.ps.durable import Durable
+from paceline.ps.handler import Handler
+from paceline.ps.saving import SavePlace
+from paceline.ps.server import Server
+from paceline.ps.settings import ServerSettings
 from paceline.ps.spec import TableSpec
+from paceline.ps.store import Store
 from paceline.ps.wire import Kind
-from tests.ps.raw_client import RawClient
+from tests.ps.raw_client import RawClient, attach_frames
 
 SPEC = TableSpec("t", 100, 4, optimizer=ps.SGD(0.5))
 
@@ -27,3 +37,26 @@ def test_lookup_push_lookup(start_servers: Callable[..., ps.LocalServers]) -> No
         assert client.hello()["applied"] == 2
         stats = client.stats()
         assert stats["tables"][0]["rows"] == 2
+
+
+def test_fsync_comes_before_every_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sync for all that was waiting, and no acknowledgement before it."""
+    settings = ServerSettings(f"ipc://{tmp_path}/s", tmp_path / "state", fsync=True)
+    store = Store(1 << 20, 1 << 20)
+    durable = Durable(tmp_path / "state", store, fsync=True)
+    server = Server(settings, Handler(store, durable, SavePlace(None, is_open=True)), durable)
+    events: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda _: events.append("sync"))
+    monkeypatch.setattr(server, "_send", lambda *_: events.append("answer"))
+    with RawClient(settings.address) as client:
+        for _ in range(3):
+            client.socket.send_multipart(attach_frames(client.next_head(Kind.ATTACH), SPEC))
+        until_s = time.monotonic() + 20
+        while events.count("answer") < 3 and time.monotonic() < until_s:
+            seen = len(events)
+            server._serve_some()
+            assert events[seen : seen + 1] in ([], ["sync"]), events
+            assert events[seen:].count("sync") <= 1
+    assert events.count("answer") == 3
+    server.close()
+    durable.close()

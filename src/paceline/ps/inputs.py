@@ -145,7 +145,7 @@ def _lines(ids: Tensor) -> Ints:
 
 
 def _int64(tensor: Tensor) -> Ints:
-    found: Ints = tensor.detach().to("cpu", torch.int64).contiguous().numpy()
+    found: Ints = tensor.to("cpu", torch.int64).contiguous().numpy()
     return found
 
 

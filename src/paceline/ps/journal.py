@@ -6,7 +6,8 @@ Written by ``ps/durable.py``, read by it at the next start. A file is a head and
 bytes    content
 ======== ===========================================================================
 4, 4, 8  the head: ``PLPJ``, version, the journal's number
-4, 4     a record: CRC-32 of all that follows, how many frames
+4, 4, 4  a record: CRC-32 of its own head up to the frames, CRC-32 of the frames, how
+         many frames
 8 x n    the length of each frame
 ...      the frames: a message as it came; or one frame, a message's head, and one of
          JSON: this message was refused, and why
@@ -14,12 +15,15 @@ bytes    content
 
 [Note: torn and damaged]
 A record is one ``write``. A process that is killed in it leaves a prefix at the end of the file,
-and a machine that fails may leave zeros: such an end was never acknowledged, and is cut off. A
-record that is wrong and has others behind it is *damage*: nothing is guessed then.
+and a machine that fails may leave zeros or an end that is not what was written: such an end was
+never acknowledged (or not synced), and is cut off. A record that is wrong and has others behind it
+is *damage*: nothing is guessed then. That its head has a checksum of its own tells one from the
+other: a wrong length would make what is behind it look like the missing rest of a torn record.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import struct
 import zlib
@@ -34,7 +38,7 @@ from paceline.ps.wire import Frame
 VERSION = 1
 _MAGIC = b"PLPJ"
 _HEAD = struct.Struct("<4sIQ")
-_RECORD = struct.Struct("<II")
+_RECORD = struct.Struct("<III")
 _MOST_FRAMES = 8
 
 
@@ -69,11 +73,7 @@ class Journal:
             OSError: It did not fit; a part of it may stand at the end.
         """
         views = [memoryview(frame).cast("B") for frame in frames]
-        lengths = struct.pack(f"<{len(views)}Q", *map(len, views))
-        crc = zlib.crc32(lengths)
-        for view in views:
-            crc = zlib.crc32(view, crc)
-        pieces: list[bytes | memoryview] = [_RECORD.pack(crc, len(views)) + lengths, *views]
+        pieces: list[bytes | memoryview] = [_head_of(views), *views]
         total = sum(map(len, pieces))
         written = os.writev(self._descriptor, pieces)
         if written != total:
@@ -97,6 +97,26 @@ def _write_rest(descriptor: int, pieces: list[bytes | memoryview], written: int)
         rest = rest[os.write(descriptor, rest) :]
 
 
+def _head_of(frames: Sequence[memoryview | bytearray]) -> bytes:
+    rest = struct.pack(f"<II{len(frames)}Q", _crc(frames), len(frames), *map(len, frames))
+    return zlib.crc32(rest).to_bytes(4, "little") + rest
+
+
+def _crc(frames: Sequence[memoryview | bytearray]) -> int:
+    crc = 0
+    for frame in frames:
+        crc = zlib.crc32(frame, crc)
+    return crc
+
+
+class _Fault(enum.Enum):
+    """Why there is no further record."""
+
+    TORN = "the file ends inside of it"
+    WRONG_END = "it is the last one, and not what was written"
+    DAMAGED = "it is wrong, and there is more behind it"
+
+
 def read_journal(path: Path, number: int, is_last: bool) -> Iterator[list[bytearray]]:
     """Each record's frames. The torn end of the last journal is cut off the file.
 
@@ -112,33 +132,37 @@ def read_journal(path: Path, number: int, is_last: bool) -> Iterator[list[bytear
         _check_head(path, head, number)
         good = _HEAD.size
         while good < size:
-            frames = _read_record(file, size)
-            if frames is None:
-                _check_torn(path, file, good, size, is_last)
+            record = _read_record(file, size)
+            if isinstance(record, _Fault):
+                file.seek(good)
+                if not is_last or (record is _Fault.DAMAGED and not _is_zeros(file)):
+                    raise _damaged(path, good, size)
                 file.truncate(good)
                 return
             good = file.tell()
-            yield frames
+            yield record
 
 
-def _read_record(file: BinaryIO, size: int) -> list[bytearray] | None:
-    """The next record, or None if it is not complete or not right."""
-    read = file.read
-    start = read(_RECORD.size)
+def _read_record(file: BinaryIO, size: int) -> list[bytearray] | _Fault:
+    start = file.read(_RECORD.size)
     if len(start) < _RECORD.size:
-        return None
-    crc, count = _RECORD.unpack(start)
-    lengths = read(8 * count) if 0 < count <= _MOST_FRAMES else b""
-    if not lengths or len(lengths) < 8 * count:
-        return None
-    sizes = struct.unpack(f"<{count}Q", lengths)
-    if sum(sizes) > size - file.tell():
-        return None
-    frames = [bytearray(read(length)) for length in sizes]
-    found = zlib.crc32(lengths)
-    for frame in frames:
-        found = zlib.crc32(frame, found)
-    return frames if found == crc else None
+        return _Fault.TORN
+    head_crc, crc, count = _RECORD.unpack(start)
+    if not 0 < count <= _MOST_FRAMES:
+        return _Fault.DAMAGED
+    lengths = file.read(8 * count)
+    if len(lengths) < 8 * count:
+        return _Fault.TORN
+    if zlib.crc32(start[4:] + lengths) != head_crc:
+        return _Fault.DAMAGED
+    sizes: tuple[int, ...] = struct.unpack(f"<{count}Q", lengths)
+    left = size - file.tell() - sum(sizes)
+    if left < 0:
+        return _Fault.TORN
+    frames = [bytearray(file.read(length)) for length in sizes]
+    if _crc(frames) == crc:
+        return frames
+    return _Fault.DAMAGED if left else _Fault.WRONG_END
 
 
 def _check_head(path: Path, head: bytes, number: int) -> None:
@@ -154,33 +178,12 @@ def _check_head(path: Path, head: bytes, number: int) -> None:
         raise ServerStateError(f"{path} says that it is number {found}: files were renamed")
 
 
-def _check_torn(path: Path, file: BinaryIO, good: int, size: int, is_last: bool) -> None:
-    """Is this an end that was never acknowledged? See [Note: torn and damaged]."""
-    end = _claimed_end(file, good, size)
-    file.seek(good)
-    if is_last and (end is None or end >= size or _is_zeros(file)):
-        return
-    raise ServerStateError(
+def _damaged(path: Path, good: int, size: int) -> ServerStateError:
+    return ServerStateError(
         f"{path} is damaged at byte {good} of {size}, and there is more behind it. Acknowledged "
         "pushes are lost from there on; to go back to that moment, cut the file at that byte "
         f"(truncate -s {good}) and move later journals away"
     )
-
-
-def _claimed_end(file: BinaryIO, good: int, size: int) -> int | None:
-    """Where the record at ``good`` would end by its own lengths; None if these are cut off."""
-    file.seek(good)
-    start = file.read(_RECORD.size)
-    if len(start) < _RECORD.size:
-        return None
-    count: int = _RECORD.unpack(start)[1]
-    if not 0 < count <= _MOST_FRAMES:
-        return 0
-    lengths = file.read(8 * count)
-    if len(lengths) < 8 * count:
-        return None
-    sizes: tuple[int, ...] = struct.unpack(f"<{count}Q", lengths)
-    return good + _RECORD.size + 8 * count + sum(sizes)
 
 
 def _is_zeros(file: BinaryIO) -> bool:

@@ -60,7 +60,7 @@ class Pending:
         what: The same for people, in an error: ``"lookup of 3 tables"``.
         tail: What follows the head in the first frame: records, or JSON.
         sections: How many records.
-        arrays: The other frames.
+        arrays: The other frames: bytes, or views of bytes.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Pending:
     @property
     def size_bytes(self) -> int:
         """What keeping it costs."""
-        return len(self.tail) + sum(len(memoryview(array).cast("B")) for array in self.arrays)
+        return len(self.tail) + sum(map(len, self.arrays))
 
 
 class Ledger:

@@ -104,7 +104,8 @@ class LocalServers:
         launch: Callable[[bytes], tuple[Connection, Any]],
     ) -> None:
         self.addresses = [each.address for each in settings]
-        order = {"restart": restart, "servers": [dataclasses.asdict(each) for each in settings]}
+        servers = [dataclasses.asdict(each) for each in settings]
+        order = {"restart": restart, "sockets": str(sockets), "servers": servers}
         self._pipe, process = launch(json.dumps(order, default=str).encode())
         self._finalizer = weakref.finalize(self, _end, self._pipe, process, sockets, os.getpid())
         try:

@@ -21,7 +21,7 @@ from paceline.ps.group import Group, Place, Records
 from paceline.ps.inputs import FlatBags
 from paceline.ps.ledger import Pending
 from paceline.ps.plan import Found
-from paceline.ps.wire import RECORD, WEIGHTED, Form, Frame, Kind, Mode, aligned
+from paceline.ps.wire import RECORD, Form, Frame, Kind, Mode, Section, aligned, pack_section
 
 Bytes = NDArray[np.uint8]
 _MODES = {"sum": Mode.SUM, "mean": Mode.MEAN}
@@ -29,25 +29,24 @@ _MODES = {"sum": Mode.SUM, "mean": Mode.MEAN}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A part's share of one message."""
+    """A part's share of one message; ``records`` as they are sent."""
 
-    records: Records
+    records: bytes
     integers: tuple[NDArray[np.int64], ...]
     values: tuple[Bytes, ...] = ()
 
 
 def message(kind: Kind, shares: Sequence[Share]) -> Pending:
     """One message out of the shares of all parts."""
-    records = shares[0].records
-    if len(shares) > 1:
-        records = np.concatenate([share.records for share in shares])
+    records = b"".join([share.records for share in shares])
+    sections = len(records) // RECORD.itemsize
     integers = [each for share in shares for each in share.integers]
     values = [each for share in shares for each in share.values]
     return Pending(
         kind,
-        f"{kind.name.lower()} of {len(records)} tables",
-        records.tobytes(),
-        len(records),
+        f"{kind.name.lower()} of {sections} tables",
+        records,
+        sections,
         (_joined(integers), _joined(values)),
     )
 
@@ -80,7 +79,8 @@ class RowsPart:
         if low == high:
             return None
         counts = self.found.counts(server)
-        return Share(self._records(server, counts, counts > 0), (self.found.ids[low:high],))
+        records = self._records(server, counts, counts > 0)
+        return Share(records.tobytes(), (self.found.ids[low:high],))
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
@@ -120,7 +120,7 @@ class RowsPart:
         if self.is_used is not None and not self.is_used.all():
             chosen = np.repeat(self.is_used, counts)
             ids, values = ids[chosen], values[chosen]
-        return Share(records, (ids,), _padded(values.reshape(-1)))
+        return Share(records.tobytes(), (ids,), _padded(values.reshape(-1)))
 
     def _records(self, server: int, counts: NDArray[np.int64], keep: NDArray[np.bool_]) -> Records:
         records = self.group.records[server][keep]
@@ -183,15 +183,20 @@ class BagsPart:
     def _row_bytes(self) -> int:
         return self.place.config.embedding_dim * self.place.config.dtype.itemsize
 
-    def _record(self, lr: float) -> Records:
-        record = np.zeros(1, RECORD)
+    def _record(self, lr: float) -> bytes:
         config, bags = self.place.config, self.input
-        record["table"] = self.place.numbers[self.place.home]
-        record["form"], record["mode"] = Form.BAGS, _MODES[config.mode]
-        record["flags"] = 0 if bags.weights is None else WEIGHTED
-        record["dtype"] = DTYPES[config.dtype]
-        record["ids"], record["bags"], record["lr"] = len(bags.ids), bags.bags, lr
-        return record
+        return pack_section(
+            Section(
+                self.place.numbers[self.place.home],
+                Form.BAGS,
+                DTYPES[config.dtype],
+                len(bags.ids),
+                bags.bags,
+                _MODES[config.mode],
+                bags.weights is not None,
+                lr,
+            )
+        )
 
     def _integers(self) -> tuple[NDArray[np.int64], ...]:
         assert self.input.offsets is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +49,15 @@ class Found:
     twice: Flags
     thrice: Flags
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        found: list[int] = self.starts.tolist()
+        return found
+
     def span(self, server: int) -> tuple[int, int]:
         """Where a server's rows begin and end."""
         first = server * self.tables
-        return int(self.starts[first]), int(self.starts[first + self.tables])
+        return self._starts[first], self._starts[first + self.tables]
 
     def counts(self, server: int) -> Ints:
         """How many rows of each table a server has."""

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -29,9 +31,12 @@ from paceline.errors import PacelineError
 from paceline.ps.process import serve, set_up_logging
 from paceline.ps.settings import ServerSettings
 
+log = logging.getLogger("paceline.ps")
+
 END_S = 10.0
 """So long has a server to take its last snapshot."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 5.0
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
 @dataclass
@@ -126,16 +131,19 @@ class Supervisor:
         try:
             words = json.loads(child.life.recv_bytes())
             child.address = words.get("address", "")
+            if "error" in words and index not in self._asked:
+                log.error("server %d did not start: %s", index, words["error"])
         except (EOFError, OSError):
             words = {"died": _reap(child)}
             self._let_go(index)
             if self._restart:
-                self._restart_later(index, bool(child.address))
+                self._restart_later(index, by_itself=words["died"] not in _FROM_OUTSIDE)
         self._tell(index, {"pid": child.pid, **words})
 
-    def _restart_later(self, index: int, was_ready: bool) -> None:
-        pause_s = 0.0 if was_ready else self._pause_s.get(index, _FIRST_PAUSE_S)
-        self._pause_s[index] = min(_LONGEST_PAUSE_S, 2 * pause_s or _FIRST_PAUSE_S)
+    def _restart_later(self, index: int, by_itself: bool) -> None:
+        """At once if somebody killed it; a server that fails by itself is tried less and less."""
+        pause_s = self._pause_s.get(index, _FIRST_PAUSE_S) if by_itself else _FIRST_PAUSE_S
+        self._pause_s[index] = min(_LONGEST_PAUSE_S, 2 * pause_s)
         self._again_at_s[index] = time.monotonic() + pause_s
 
     def _tell(self, index: int, words: dict[str, Any]) -> None:
@@ -217,7 +225,11 @@ def run_supervisor(pipe: Connection, order: bytes) -> None:
     set_up_logging()
     found = json.loads(order)
     settings = [_settings(fields) for fields in found["servers"]]
-    Supervisor(pipe, settings, found["restart"]).run()
+    try:
+        Supervisor(pipe, settings, found["restart"]).run()
+    finally:
+        # The owner does so as well, unless it was killed.
+        shutil.rmtree(found["sockets"], ignore_errors=True)
 
 
 def _settings(fields: dict[str, Any]) -> ServerSettings:
@@ -231,6 +243,8 @@ def main() -> None:
     """Entry of ``python -m paceline.ps.supervisor FD``; the first message is the order."""
     pipe = Connection(int(sys.argv[1]))
     run_supervisor(pipe, pipe.recv_bytes())
+    sys.stderr.flush()
+    os._exit(0)  # to take torch down takes half a second, which the owner would wait for
 
 
 if __name__ == "__main__":

@@ -60,7 +60,10 @@ class Tables:
         self.is_trained = True
         self.announced = Announcements(staleness)
         self._grad_scale = grad_scale
-        self._groups: dict[tuple[tuple[int, Kin], ...], list[Group]] = {}
+        self._groups: dict[tuple[tuple[int, bool, bool], ...], list[Group]] = {}
+        self._may_pool = [
+            config.pooling != "trainer" and config.may_pool(len(servers)) for config in configs
+        ]
         self._open: weakref.WeakSet[Visit] = weakref.WeakSet()
         self._lock = threading.RLock()
         # Autograd calls a backward only for what hangs on something that requires a gradient.
@@ -112,11 +115,11 @@ class Tables:
         """Decide for each table who pools; what trainers pool is planned together."""
         mine = [inputs[table] for table in group.tables]
         found = group.layout.find([each.ids for each in mine])
-        rows_of = found.starts.reshape(-1)
         pooled = [
             at
             for at, each in enumerate(mine)
-            if self._is_pooled_by_server(group, at, each, rows_of)
+            if self._may_pool[group.tables[at]]
+            and self._is_pooled_by_server(group, at, each, found.starts)
         ]
         for at in pooled:
             yield BagsPart(group.tables[at], group.places[at], mine[at])
@@ -129,14 +132,9 @@ class Tables:
 
     def _is_pooled_by_server(self, group: Group, at: int, bags: FlatBags, starts: Any) -> bool:
         place = group.places[at]
-        config = place.config
-        if config.pooling == "trainer" or bags.offsets is None:
+        if bags.offsets is None or (bags.weights is not None and bags.weights.requires_grad):
             return False
-        if not config.may_pool(len(self.servers)):
-            return False
-        if bags.weights is not None and bags.weights.requires_grad:
-            return False
-        if config.pooling == "server":
+        if place.config.pooling == "server":
             return True
         first = place.home * len(group.tables) + at
         return _is_smaller(bags, int(starts[first + 1] - starts[first]), group.row_bytes)
@@ -144,21 +142,16 @@ class Tables:
     def groups_of(self, inputs: Batch) -> list[Group]:
         """The tables of a batch, by kin."""
         key = tuple(
-            (
-                table,
-                kin_of(
-                    table,
-                    self.places[table].config,
-                    bags.weights is not None,
-                    bags.offsets is not None,
-                ),
-            )
-            for table, bags in inputs.items()
+            [
+                (table, bags.weights is not None, bags.offsets is not None)
+                for table, bags in inputs.items()
+            ]
         )
         groups = self._groups.get(key)
         if groups is None:
             kins: dict[Kin, list[int]] = {}
-            for table, kin in key:
+            for table, is_weighted, is_bags in key:
+                kin = kin_of(table, self.places[table].config, is_weighted, is_bags)
                 kins.setdefault(kin, []).append(table)
             groups = [
                 Group(tables, [self.places[table] for table in tables], kin)

@@ -215,11 +215,13 @@ def pack_data(
     head: Head, sections: Sequence[Section], integers: Frame, values: Frame
 ) -> list[Frame]:
     """A message with arrays in it. ``integers`` and ``values`` are laid out as said above."""
-    records = (
-        _SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
-        for s in sections
-    )
+    records = map(pack_section, sections)
     return [b"".join((pack_head(head, len(sections)), *records)), integers, values]
+
+
+def pack_section(s: Section) -> bytes:
+    """The record of one section."""
+    return _SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
 
 
 def pack_head(head: Head, sections: int = 0) -> bytes:
