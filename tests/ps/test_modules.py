@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline import BagsError, ConfigurationError, IdRangeError, PickleError, ps
+from paceline.ps import tables as module_tables
 from paceline.testing import warm_up
 
 ROWS, DIM = 12, 4
@@ -28,6 +29,12 @@ def servers() -> Iterator[ps.Servers]:
     warm_up()
     with ps.local(2, start_method="forkserver") as local, ps.connect(local) as connection:
         yield connection
+
+
+@pytest.fixture(autouse=True)
+def every_byte_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let "auto" pool on servers also where so few bytes are not worth it."""
+    monkeypatch.setattr(module_tables, "WORTH_BYTES", 0)
 
 
 @dataclass(frozen=True)
@@ -254,6 +261,28 @@ def test_server_pooling_moves_fewer_bytes_and_the_same_bits(servers: ps.Servers)
     for pooling in ("server", "auto"):
         assert torch.equal(sent[pooling][1], sent["trainer"][1])
         assert torch.equal(sent[pooling][2], sent["trainer"][2])
+
+
+@pytest.mark.parametrize(("bag", "side"), [(40, "trainer"), (2000, "server")])
+def test_servers_pool_where_it_is_worth_it(
+    bag: int, side: str, servers: ps.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    sent = {}
+    for pooling in (side, "auto"):
+        module = ps.EmbeddingBag(
+            bag,
+            32,
+            mode="sum",
+            servers=servers,
+            name=next(names),
+            sharding="table",
+            pooling=pooling,
+        )
+        before = traffic(servers)
+        module(torch.arange(bag).view(1, -1))
+        sent[pooling] = traffic(servers) - before
+    assert sent["auto"] == sent[side]
 
 
 def traffic(servers: ps.Servers) -> int:

@@ -57,16 +57,20 @@ class PsStep:
         self.dense: nn.Module = DistributedDataParallel(network, process_group=group)
         self._optimizer = torch.optim.SGD(self.dense.parameters(), lr=LEARNING_RATE)
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """Train on one batch; return its loss."""
-        bags = ps.Bags(batch.indices, batch.offsets)
-        found = self._tables(dict.fromkeys(self._names, bags))
+    def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
+        """Train on one batch; return its loss. The upcoming one is looked up meanwhile."""
+        found = self._tables(self._bags(batch))
+        if upcoming is not None:
+            self._tables.prefetch(self._bags(upcoming))
         features = torch.cat([found[name] for name in self._names], dim=1)
         loss = F.cross_entropy(self.dense(features), batch.targets)
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
         return loss.detach()
+
+    def _bags(self, batch: Batch) -> dict[str, ps.Bags]:
+        return dict.fromkeys(self._names, ps.Bags(batch.indices, batch.offsets))
 
     def read_tables(self) -> list[torch.Tensor]:
         """Fetch all tables as they are now, in the order of the features."""

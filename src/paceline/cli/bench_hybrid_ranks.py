@@ -33,8 +33,8 @@ class Step(Protocol):
 
     dense: torch.nn.Module
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """Train on one batch, tables and dense network; return the loss."""
+    def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
+        """Train on one batch, tables and dense network; return the loss. Another will come."""
 
     def read_tables(self) -> list[torch.Tensor]:
         """Fetch all tables, in the order of the features."""
@@ -161,7 +161,7 @@ def _run_epoch(step: Step, batches: list[Batch]) -> EpochSample:
     gc.collect()
     dist.barrier()
     began = time.perf_counter()
-    losses = [step(batch) for batch in batches]
+    losses = [step(*pair) for pair in zip(batches, [*batches[1:], None], strict=True)]
     seconds = time.perf_counter() - began
     loss = float(torch.stack(losses).mean())
     return EpochSample(seconds, sum(batch.examples for batch in batches), loss)

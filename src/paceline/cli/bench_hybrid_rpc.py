@@ -111,8 +111,8 @@ class RpcStep:
         local = [rpc.RRef(parameter) for parameter in dense.parameters()]
         self._optimizer = DistributedOptimizer(torch.optim.SGD, [*remote, *local], lr=LEARNING_RATE)
 
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """Train on one batch; return its loss."""
+    def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
+        """Train on one batch; return its loss. RPC has nothing to announce the next one with."""
         with dist_autograd.context() as context:
             calls = [module.forward_async(batch.indices, batch.offsets) for module in self._tables]
             features = torch.cat([call.wait() for call in calls], dim=1)

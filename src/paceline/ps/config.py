@@ -50,7 +50,7 @@ class TableConfig:
         init: What rows begin with.
         dtype: Of the rows.
         pooling: ``"trainer"``: rows travel; ``"server"``: pooled bags travel; ``"auto"``: for each
-            batch whatever is fewer bytes, where the bits are the same.
+            batch whatever is (noticeably) fewer bytes, where the bits are the same.
     """
 
     name: str

@@ -166,11 +166,15 @@ class Tables:
 _KEPT_GROUPS = 256
 
 
+WORTH_BYTES = 64 << 10
+"""To pool a table costs a server half a millisecond; it must spare a batch so many bytes a way."""
+
+
 def _is_smaller(bags: FlatBags, rows: int, row_bytes: int) -> bool:
-    """Say whether pooled bags are fewer bytes than rows; both ways are the same size."""
+    """Say whether pooled bags spare enough bytes; both ways are the same size."""
     weights = 0 if bags.weights is None else len(bags.ids) * bags.weights.itemsize
     as_bags = 8 * (len(bags.ids) + bags.bags) + weights + bags.bags * row_bytes
-    return as_bags < rows * (8 + row_bytes)
+    return as_bags + WORTH_BYTES < rows * (8 + row_bytes)
 
 
 class _Lookup(torch.autograd.Function):
