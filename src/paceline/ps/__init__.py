@@ -11,7 +11,7 @@ from paceline.ps.optim import SGD, Adagrad, Adam, RowwiseAdagrad
 if TYPE_CHECKING:
     from paceline.ps.collection import EmbeddingBagCollection
     from paceline.ps.config import TableConfig
-    from paceline.ps.connect import Servers, connect
+    from paceline.ps.connection import Servers, connect
     from paceline.ps.embedding import Embedding, EmbeddingBag
     from paceline.ps.inputs import Bags
     from paceline.ps.spec import Init, Start
@@ -34,17 +34,18 @@ __all__ = [
     "local",
 ]
 
-# The trainer's side needs torch and zmq, which `paceline ps --help` does not.
+# The trainer's side needs torch and zmq, which `paceline ps --help` does not. No name may be that
+# of a submodule: importing that would put the module in its place.
 _IMPORTED_ON_USE = {
     "Bags": "inputs",
     "Embedding": "embedding",
     "EmbeddingBag": "embedding",
     "EmbeddingBagCollection": "collection",
     "Init": "spec",
-    "Servers": "connect",
+    "Servers": "connection",
     "Start": "spec",
     "TableConfig": "config",
-    "connect": "connect",
+    "connect": "connection",
 }
 
 

@@ -1,6 +1,6 @@
 """One server, from the trainer's side: a DEALER socket, deadlines, and errors that name it.
 
-Called by ``ps/connect.py`` and ``ps/exchange.py``. What is sent again and what is believed is
+Called by ``ps/connection.py`` and ``ps/exchange.py``. What is sent again and what is believed is
 decided by ``ps/ledger.py``; how the socket is made is in ``ps/link.py``. Must not know what a
 message means.
 

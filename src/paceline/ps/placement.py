@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from paceline.errors import ConfigurationError
 from paceline.ps.config import TableConfig
-from paceline.ps.connect import Servers
+from paceline.ps.connection import Servers
 from paceline.ps.group import Place
 from paceline.ps.spec import Sharding
 from paceline.ps.wire import Kind

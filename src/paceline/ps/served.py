@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigurationError, PickleError
 from paceline.ps.config import TableConfig
-from paceline.ps.connect import HasAddresses, Servers, as_servers
+from paceline.ps.connection import HasAddresses, Servers, as_servers
 from paceline.ps.prefetch import PrefetchCounts
 from paceline.ps.tables import Tables
 

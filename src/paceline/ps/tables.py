@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from paceline.errors import ConfigurationError
 from paceline.ps.config import TableConfig
-from paceline.ps.connect import Servers
+from paceline.ps.connection import Servers
 from paceline.ps.group import Group, Kin, kin_of
 from paceline.ps.inputs import FlatBags
 from paceline.ps.parts import BagsPart, Part, RowsPart

@@ -1,0 +1,25 @@
+"""Names of ``paceline.ps`` are what they are, in whichever order they are first used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from paceline import ps
+
+
+def test_no_late_name_is_that_of_a_submodule() -> None:
+    modules = {path.stem for path in Path(str(ps.__file__)).parent.glob("*.py")}
+    assert not modules & set(ps._IMPORTED_ON_USE)
+
+
+def test_modules_before_connect() -> None:
+    code = (
+        "from paceline.ps import EmbeddingBag, connect, local\n"
+        "print(connect.__name__, local.__name__)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stdout.split() == ["connect", "local"]
