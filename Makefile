@@ -7,6 +7,8 @@ BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e
 # What the type checker reads, as far as it exists.
 TYPED  := $(wildcard src examples benchmarks)
+# Where Debian keeps ip and tc; not on everybody's path.
+export PATH := $(PATH):/usr/sbin:/sbin
 # Extra arguments: make unit ARGS="-k ranks -x"
 ARGS   ?=
 
