@@ -122,9 +122,13 @@ def test_a_dead_server_comes_back(
         ({"fsync": True}, "fsync without a directory"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, object], match: str) -> None:
+def test_wrong_arguments(
+    arguments: dict[str, object], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ConfigurationError, match=match):
         ps.local(**arguments)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir()), "it left its directory of sockets behind"
 
 
 def test_a_directory_that_cannot_be(

@@ -75,18 +75,22 @@ def local(
     if start_method not in _LAUNCHERS:
         raise ConfigurationError(f'start_method is "spawn" or "forkserver", not {start_method!r}')
     sockets = Path(tempfile.mkdtemp(prefix="paceline-ps-"))  # only this user may enter it
-    settings = [
-        ServerSettings(
-            address=f"ipc://{sockets / f'{index}.sock'}",
-            directory=None if directory is None else Path(directory).absolute() / str(index),
-            fsync=fsync,
-            snapshot_every_s=snapshot_every_s,
-            max_bytes=max_bytes,
-            max_message_bytes=max_message_bytes,
-        )
-        for index in range(n)
-    ]
-    return LocalServers(settings, sockets, restart, _LAUNCHERS[start_method])
+    try:
+        settings = [
+            ServerSettings(
+                address=f"ipc://{sockets / f'{index}.sock'}",
+                directory=None if directory is None else Path(directory).absolute() / str(index),
+                fsync=fsync,
+                snapshot_every_s=snapshot_every_s,
+                max_bytes=max_bytes,
+                max_message_bytes=max_message_bytes,
+            )
+            for index in range(n)
+        ]
+        return LocalServers(settings, sockets, restart, _LAUNCHERS[start_method])
+    except BaseException:
+        shutil.rmtree(sockets, ignore_errors=True)
+        raise
 
 
 class LocalServers:
