@@ -85,6 +85,7 @@ def train(addresses: list[str], prefix: str, accumulate: bool) -> list[float]:
             share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
             mine = {name: ids[share] for name, ids in batch.items()}
             loss = nn.functional.mse_loss(model(mine), target[share])
+            dist.barrier()  # all have looked up before anybody pushes
             if accumulate and step % 2 == 0:
                 with model.no_sync():
                     loss.backward()

@@ -1,7 +1,7 @@
 """One server, from the trainer's side: a DEALER socket, deadlines, and errors that name it.
 
-Called by ``ps/connection.py`` and ``ps/exchange.py``. What is sent again and what is believed is
-decided by ``ps/ledger.py``; how the socket is made is in ``ps/link.py``. Must not know what a
+Called by ``ps/connection.py`` and ``ps/visit.py``. What is sent again and what is believed is
+decided by ``ps/ledger.py``; how a message travels is in ``ps/link.py``. Must not know what a
 message means.
 
 There is no thread of ours: ZeroMQ's own one receives, and replies wait in its queue until somebody
@@ -73,6 +73,11 @@ class Channel:
         self._heard_s = self._asked_s = time.monotonic()
         self.sent_bytes = self.received_bytes = 0
 
+    @property
+    def route(self) -> str:
+        """How data travel to this server: ``"shared memory"``, ``"ipc"`` or ``"tcp"``."""
+        return self._link.route
+
     def greet(self) -> None:
         """Say HELLO; ``wait_open`` waits for the answer."""
         with self._lock:
@@ -81,6 +86,9 @@ class Channel:
     def wait_open(self) -> None:
         """Wait until the server has answered for the first time."""
         self._wait_until(lambda: self._ledger.state is not State.MEETING, "the first answer")
+        with self._lock:
+            if self._ledger.is_idle:
+                self._link.at_rest()
 
     def post(self, pending: Pending) -> Pending:
         """Send a request; what it answers is had by ``wait``. Waits only if too much is kept."""
@@ -89,6 +97,8 @@ class Channel:
             self._wait_until(lambda: ledger.kept_bytes <= limit, pending.what)
         with self._lock:
             self._check_usable(pending.what)
+            if ledger.is_idle:
+                self._link.at_rest()
             self._send(ledger.enter(pending))
         return pending
 

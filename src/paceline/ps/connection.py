@@ -82,7 +82,7 @@ class Servers:
         context: Any = zmq.Context()
         client = secrets.token_bytes(16)
         self.channels = tuple(
-            Channel(index, Link(context, address, curve), client, patience)
+            Channel(index, Link(context, address, curve, client), client, patience)
             for index, address in enumerate(addresses)
         )
         self._finalizer = weakref.finalize(self, _end, context, self.channels, os.getpid())
@@ -100,6 +100,11 @@ class Servers:
         raise ConfigurationError(
             "a connection to servers cannot be copied or pickled: call ps.connect in each process"
         )
+
+    @property
+    def routes(self) -> list[str]:
+        """How data travel to each server now: ``"shared memory"``, ``"ipc"`` or ``"tcp"``."""
+        return [channel.route for channel in self.channels]
 
     def wait_open(self) -> None:
         """Wait until every server has answered once."""

@@ -104,7 +104,13 @@ class Ledger:
         self._open: dict[int, Pending] = {}
         self._requests = 0
         self._sequence = 0
-        self._hello = 0
+        self._hello = self._welcomed = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether everything that was asked has been answered, HELLO included."""
+        is_welcome = self._welcomed == self._hello
+        return not self._open and is_welcome and self.state is State.OPEN
 
     def enter(self, pending: Pending) -> list[Frame]:
         """Note a new request, and give the message to send."""
@@ -192,6 +198,7 @@ class Ledger:
         is_same = control["incarnation"] == self.incarnation
         self.incarnation = str(control["incarnation"])
         self.state = State.OPEN
+        self._welcomed = self._hello
         asked = [each for each in self._open.values() if not (is_same and each.kind is Kind.SAVE)]
         lost = [each for each in asked if each.request < self._hello]
         if any(each.sequence > applied for each in lost):

@@ -1,23 +1,40 @@
-"""The socket to one server, and what ZeroMQ tells about its connection. Called by a channel.
+"""The way to one server: a ZeroMQ socket, and on the same host shared memory. Called by a channel.
 
 Must not know what is in a message. Messages are copied into ZeroMQ's memory when they are sent:
 sending without a copy would start a thread of pyzmq's that frees the memory. What arrives is not
 copied.
+
+[Note: two ways, one order]
+Data messages take the shortcut (``ps/shortcut.py``) if there is one and they fit; everything else
+goes over ZeroMQ. The ledger needs one order for both, so:
+
+- *Requests.* Once a message went over ZeroMQ, the following ones do too, until nothing is under way
+  (``at_rest``). Before the server handles a message that came over ZeroMQ, it handles all that
+  this trainer has put into the shared memory, which is there by then.
+- *Replies.* A request is answered the way it came. So those that come by the shortcut are older
+  than those that come over ZeroMQ, and are taken first. A reply that is too large for the shared
+  memory leaves a mark there; then the next message over ZeroMQ is that reply.
+- *A shortcut that breaks* is a broken connection: what was in it is lost, or was handled before the
+  server reads the HELLO that follows.
 """
 
 from __future__ import annotations
 
 import enum
+import time
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline.ps.shortcut import Shortcut, open_shortcut
 from paceline.ps.wire import Frame
 
 _SLICE_MS = 50
 """A receive returns after so long, with or without a message."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
+_RETRY_S = 5.0
+"""So long after a server gave no shared memory, it is asked again."""
 _EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -34,48 +51,91 @@ class News(enum.Enum):
 
 
 class Link:
-    """A DEALER socket.
+    """A DEALER socket, and perhaps a shortcut.
 
     Args:
         context: Whoever made it ends it.
         address: Of the server.
         curve: Key options of the socket (``curve_publickey``, ...), empty without encryption.
+        client: Who this trainer is, for the server's door.
     """
 
-    def __init__(self, context: Any, address: str, curve: dict[str, bytes]) -> None:
+    def __init__(self, context: Any, address: str, curve: dict[str, bytes], client: bytes) -> None:
         self.address = address
+        self._client = client
+        self._shortcut: Shortcut | None = None
+        self._next_try_s = 0.0
+        self._is_direct = False  # whether data messages may take the shortcut
+        self._is_marked = False  # whether the next reply comes over ZeroMQ
         self._socket = context.socket(zmq.DEALER)
         for name, value in {**_OPTIONS, **curve}.items():
             setattr(self._socket, name, value)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._socket.connect(address)
 
+    @property
+    def route(self) -> str:
+        """How data messages travel, for people."""
+        if self._shortcut is not None:
+            return "shared memory"
+        return self.address.partition(":")[0]
+
+    def at_rest(self) -> None:
+        """Take the shortcut from now on, if there is one: nothing is under way."""
+        if self._shortcut is None and time.monotonic() >= self._next_try_s:
+            self._shortcut = open_shortcut(self.address, self._client)
+            self._next_try_s = time.monotonic() + _RETRY_S
+        self._is_direct = self._shortcut is not None
+
     def send(self, frames: list[Frame]) -> None:
         """Queue a message; never waits."""
+        if self._is_direct and self._shortcut is not None:
+            if len(frames) > 1 and self._shortcut.send(frames):
+                return
+            self._is_direct = False
         self._socket.send_multipart(frames)
 
     def receive(self) -> list[Frame] | None:
         """One message, or None after a short while."""
+        shortcut = self._shortcut
+        if shortcut is not None and shortcut.awaited and not self._is_marked:
+            frames = shortcut.receive(_SLICE_MS)
+            self._is_marked = frames == []
+            return frames or None
         try:
-            return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+            found = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
         except zmq.Again:
             return None
+        self._is_marked = False
+        return found
 
     def news(self) -> News:
         """The worst that happened since the last call."""
         found = News.NOTHING
+        if self._shortcut is not None and self._shortcut.is_broken:
+            self._leave_shortcut()
+            found = News.BROKEN
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]
             if event != zmq.EVENT_DISCONNECTED:
                 return News.REFUSED
+            self._leave_shortcut()
             found = News.BROKEN
         return found
 
     def close(self) -> None:
         """Close both sockets; what is still queued gets a moment."""
+        self._leave_shortcut()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS)
+
+    def _leave_shortcut(self) -> None:
+        self._is_direct = self._is_marked = False
+        self._next_try_s = 0.0
+        if self._shortcut is not None:
+            self._shortcut.close()
+            self._shortcut = None
 
 
 _LINGER_MS = 500

@@ -1,32 +1,38 @@
-"""The server's loop: one thread, one ROUTER socket, one message after the other.
+"""The server's loop: one thread, one ROUTER socket, shared memory, one message after the other.
 
 Called by ``ps/process.py``. Receives, lets ``ps/handler.py`` answer, sends; and between messages
 takes snapshots and looks after forked children. Knows nothing of what messages mean.
 
 [Note: bounded]
 A frame has at most ``max_message_bytes``; a message that has more frames than any kind has is
-thrown away as it is read; a peer that does not read its replies loses those beyond ``QUEUED``, and
-asks again by the protocol. No reply is ever waited for.
+thrown away as it is read; a peer that does not read its replies loses those beyond ``QUEUED``, or
+its shared memory, and asks again by the protocol. No reply is ever waited for.
+
+[Note: two ways, one order]
+``ps/link.py`` has the trainer's half. Here: what a trainer has put into its shared memory is
+handled before what it sends over ZeroMQ, and each request is answered the way it came.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import zmq
 
 from paceline.ps.background import Job
+from paceline.ps.door import FULL, MOST, Door, Visitor
 from paceline.ps.durable import Durable
 from paceline.ps.entrance import Entrance
 from paceline.ps.faults import Place, reach
 from paceline.ps.handler import Handler, Later
+from paceline.ps.jobs import Jobs
 from paceline.ps.refusal import Code, Refusal
+from paceline.ps.segment import door_path, is_possible
 from paceline.ps.settings import ServerSettings
-from paceline.ps.wire import Frame
+from paceline.ps.wire import Frame, Kind, WireError, read_head
 
 log = logging.getLogger("paceline.ps")
 
@@ -37,7 +43,11 @@ AT_ONCE = 64
 _FRAMES = 3
 _SMALL = 8192  # ZeroMQ packs smaller frames anywhere into a buffer, so they are not aligned
 _LINGER_MS = 200
-_MOST_JOBS = 16  # saves that wait for one another
+
+
+To = bytes | Visitor
+"""Where an answer goes: a peer of the ROUTER socket, or somebody with shared memory."""
+Answers = list[tuple[To, list[Frame]]]
 
 
 class Server:
@@ -56,13 +66,15 @@ class Server:
         self._settings = settings
         self._handler = handler
         self._durable = durable
-        self._jobs: deque[tuple[Callable[[], Any], Callable[[Job], None]]] = deque()
-        self._job: tuple[Job, Callable[[Job], None]] | None = None
+        self._poller = zmq.Poller()
+        self._jobs = Jobs(self._poller)
         self._next_snapshot_s = time.monotonic() + settings.snapshot_every_s
+        self._routes: dict[bytes, bytes] = {}  # for each client its ZeroMQ peer
         self._context = zmq.Context()
         try:
             self._entrance = Entrance(self._context, settings, handler.refusals)
             self._socket = self._entrance.open(QUEUED)
+            self._door = _open_door(settings)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -74,57 +86,109 @@ class Server:
         Raises:
             ServerStateError: The journal cannot be written any more.
         """
-        poller = zmq.Poller()
-        for socket in (self._socket, *self._entrance.sockets):
-            poller.register(socket, zmq.POLLIN)
-        for descriptor in stop_fds:
-            poller.register(descriptor, zmq.POLLIN | zmq.POLLERR)
-        watched: Job | None = None
+        self._watch(stop_fds)
         while True:
-            ready = dict(poller.poll(self._until_timer_ms()))
+            ready = dict(self._poller.poll(self._until_timer_ms()))
             if any(descriptor in ready for descriptor in stop_fds):
                 return
+            if self._door is not None:
+                self._serve_visitors(self._door, ready)
             if self._socket in ready:
                 self._serve_some()
             if self._entrance.is_news(ready):
                 self._entrance.look()
             self._start_snapshot()
-            job = self._tend_jobs(watched is not None and watched.fileno() in ready)
-            if job is not watched:
-                if watched is not None:
-                    poller.unregister(watched.fileno())
-                if job is not None:
-                    poller.register(job.fileno(), zmq.POLLIN)
-                watched = job
+            self._jobs.tend(ready)
+
+    def _watch(self, stop_fds: Sequence[int]) -> None:
+        for socket in (self._socket, *self._entrance.sockets):
+            self._poller.register(socket, zmq.POLLIN)
+        for descriptor in stop_fds:
+            self._poller.register(descriptor, zmq.POLLIN | zmq.POLLERR)
+        if self._door is not None:
+            self._poller.register(self._door.event, zmq.POLLIN)
+            self._poller.register(self._door.fileno(), zmq.POLLIN)
 
     def close(self) -> None:
         """Let go of socket and address. Replies that are on their way get a moment."""
-        if self._job is not None:
-            self._job[0].cancel()
+        self._jobs.cancel()
         self._handler.refusals.flush()
+        if self._door is not None:
+            self._door.close()
         self._socket.close(linger=_LINGER_MS)
         self._entrance.close()
         self._context.term()
 
+    def _serve_visitors(self, door: Door, ready: Mapping[Any, int]) -> None:
+        """Handle what is in shared memory, and who comes and goes."""
+        if door.event in ready:
+            door.rise()
+        answers: Answers = []
+        for visitor in list(door.visitors.values()):
+            self._drain(door, visitor, answers)
+        if door.fileno() in ready:
+            for visitor in door.look():
+                self._drain(door, visitor, answers, FULL)
+                door.dismiss(visitor)
+        self._send_all(answers)
+
+    def _drain(self, door: Door, visitor: Visitor, answers: Answers, most: int = AT_ONCE) -> None:
+        """Handle what one visitor has asked."""
+        for _ in range(most):
+            if visitor.is_gone:
+                return
+            try:
+                frames = visitor.receive()
+            except ValueError as error:
+                self._handler.refusals.add(f"refused shared memory: {error}")
+                door.dismiss(visitor)
+                return
+            if not frames:
+                return
+            self._handle(visitor, frames, answers)
+
     def _serve_some(self) -> None:
-        """Handle what has arrived; with ``fsync``, one sync for all of it before any answer."""
-        answers: list[tuple[bytes, list[Frame]]] = []
+        """Handle what has arrived over ZeroMQ."""
+        answers: Answers = []
         for _ in range(AT_ONCE):
             try:
                 peer, frames = self._receive()
             except zmq.Again:
                 break
-            answer = self._handler.answer(frames)
-            if isinstance(answer, Later):
-                self._enqueue(peer, answer)
-            elif self._settings.fsync:
-                answers.append((peer, answer))
-            else:
-                self._send(peer, answer)
+            if self._door is not None:
+                self._serve_before(self._door, peer, frames, answers)
+            self._handle(peer, frames, answers)
+        self._send_all(answers)
+
+    def _serve_before(self, door: Door, peer: bytes, frames: list[Frame], answers: Answers) -> None:
+        """Handle what the sender of this message has put into shared memory before it."""
+        try:
+            head, _ = read_head(frames[0])
+        except (WireError, IndexError):
+            return
+        if head.kind is Kind.HELLO:
+            self._routes[head.client] = peer
+            if len(self._routes) > MOST:
+                del self._routes[next(iter(self._routes))]
+        visitor = door.visitors.get(head.client)
+        if visitor is not None:
+            self._drain(door, visitor, answers, FULL)
+
+    def _handle(self, to: To, frames: list[Frame], answers: Answers) -> None:
+        """Answer one message; with ``fsync``, answers wait for a sync that is for all of them."""
+        answer = self._handler.answer(frames)
+        if isinstance(answer, Later):
+            self._enqueue(to, answer)
+        elif self._settings.fsync:
+            answers.append((to, answer))
+        else:
+            self._send(to, answer)
+
+    def _send_all(self, answers: Answers) -> None:
         if answers and self._durable is not None:
             self._durable.sync()
-            for peer, answer in answers:
-                self._send(peer, answer)
+            for to, answer in answers:
+                self._send(to, answer)
 
     def _receive(self) -> tuple[bytes, list[Frame]]:
         socket = self._socket
@@ -139,14 +203,34 @@ class Server:
                 frames.append(bytearray(view) if len(view) <= _SMALL else view)
         return peer, frames
 
-    def _send(self, peer: bytes, frames: list[Frame]) -> None:
+    def _send(self, to: To, frames: list[Frame]) -> None:
+        if isinstance(to, Visitor):
+            if to.send(frames):
+                reach(Place.SENT)
+                return
+            to = self._way_around(to)
         try:
-            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([to, *frames], zmq.NOBLOCK, copy=False)
             reach(Place.SENT)
         except zmq.ZMQError:  # it does not read, or is gone
             self._handler.dropped += 1
 
+    def _way_around(self, visitor: Visitor) -> bytes:
+        """Where a reply goes that is too large for shared memory: the visitor is told to look.
+
+        If not even that can be said, it has not read for long: it loses its memory, notices, and
+        asks again.
+        """
+        peer = self._routes.get(visitor.client)
+        if peer is not None and visitor.mark():
+            return peer
+        if self._door is not None:
+            self._door.dismiss(visitor)
+        return b""
+
     def _until_timer_ms(self) -> int | None:
+        if self._door is not None and not self._door.rest():
+            return 0
         if not self._settings.snapshot_every_s or self._durable is None:
             return None
         return max(0, int(1000 * (self._next_snapshot_s - time.monotonic())) + 1)
@@ -157,8 +241,8 @@ class Server:
         if time.monotonic() < self._next_snapshot_s:
             return
         self._next_snapshot_s = time.monotonic() + self._settings.snapshot_every_s
-        if self._durable.has_changed and self._job is None:
-            self._jobs.appendleft((self._durable.begin_snapshot(), self._end_snapshot))
+        if self._durable.has_changed and not self._jobs.is_busy:
+            self._jobs.add(self._durable.begin_snapshot(), self._end_snapshot, is_urgent=True)
 
     def _end_snapshot(self, job: Job) -> None:
         assert self._durable is not None
@@ -169,31 +253,29 @@ class Server:
             return
         self._durable.end_snapshot()
 
-    def _enqueue(self, peer: bytes, later: Later) -> None:
-        if len(self._jobs) < _MOST_JOBS:
-            self._jobs.append((later.work, self._answer_later(peer, later)))
-            self._tend_jobs(is_done=False)  # of this moment, unless another child is at work
-            return
-        busy = Refusal(Code.SAVE, f"{_MOST_JOBS} saves are waiting already")
-        self._send(peer, self._handler.refuse(later.head, busy))
+    def _enqueue(self, to: To, later: Later) -> None:
+        if not self._jobs.add(later.work, self._answer_later(to, later)):
+            busy = Refusal(Code.SAVE, "too many saves are waiting already")
+            self._send(to, self._handler.refuse(later.head, busy))
 
-    def _answer_later(self, peer: bytes, later: Later) -> Callable[[Job], None]:
+    def _answer_later(self, to: To, later: Later) -> Callable[[Job], None]:
         def end(job: Job) -> None:
             try:
                 answer = later.done(job.finish())
             except OSError as error:
                 answer = self._handler.refuse(later.head, Refusal(Code.SAVE, str(error)))
-            self._send(peer, answer)
+            self._send(to, answer)
 
         return end
 
-    def _tend_jobs(self, is_done: bool) -> Job | None:
-        """End the child that is done, start the next; returns the one at work."""
-        if is_done and self._job is not None:
-            job, end = self._job
-            self._job = None
-            end(job)
-        if self._job is None and self._jobs:
-            work, end = self._jobs.popleft()
-            self._job = (Job(work), end)
-        return None if self._job is None else self._job[0]
+
+def _open_door(settings: ServerSettings) -> Door | None:
+    """Where trainers of this host get shared memory; without it, everything goes over ZeroMQ."""
+    path = door_path(settings.address)
+    if path is None or not is_possible():
+        return None
+    try:
+        return Door(path)
+    except OSError as error:
+        log.warning("no shared memory for trainers of this host: %s: %s", path, error)
+        return None

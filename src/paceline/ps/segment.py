@@ -1,0 +1,82 @@
+"""Memory that a trainer and a server of one host share, and the words in which it is handed over.
+
+Called by both ends: ``ps/door.py`` (server) and ``ps/shortcut.py`` (trainer). How messages lie in
+that memory is in ``native/ring.h``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.ps.extension import native
+from paceline.ps.settings import IPC
+from paceline.shm.extension import DISABLE_VARIABLE
+
+CAPACITY = 1 << 20
+"""Bytes of each of the two rings. A message takes at most half of one."""
+KNOCK = struct.Struct("<8s16s")
+"""What a trainer says at the door: ``MAGIC``, and its client id."""
+OFFER = struct.Struct("<8sQ")
+"""What it gets, with three descriptors (memory, server's event, own event): magic, capacity."""
+MAGIC = b"PLdoor1\0"
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Handed(NamedTuple):
+    """The descriptors of one pair of rings."""
+
+    memory: int
+    server_event: int
+    trainer_event: int
+
+
+def is_possible() -> bool:
+    """Say whether this process can share memory with another."""
+    is_wanted = os.environ.get(DISABLE_VARIABLE, "") in ("", "0")
+    return native is not None and sys.platform == "linux" and is_wanted
+
+
+def door_path(address: str) -> Path | None:
+    """Where a server at this address hands out memory; None if it is on another host."""
+    if not address.startswith(IPC):
+        return None
+    return Path(address.removeprefix(IPC) + ".door")
+
+
+def make_memory() -> int:
+    """Memory for two rings. Sealed: nobody can make it smaller under somebody else's feet."""
+    descriptor = os.memfd_create("paceline-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, native.DATA_OFFSET + 2 * CAPACITY)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def pair_over(handed: Handed, capacity: int, is_server: bool) -> Any:
+    """One end of the rings in this memory.
+
+    Raises:
+        ValueError: It is something else.
+        OSError: It cannot be mapped.
+    """
+    ours, theirs = handed.trainer_event, handed.server_event
+    if is_server:
+        ours, theirs = theirs, ours
+    return native.Pair(handed.memory, capacity, ours, theirs, is_server)
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Say whether the process at the other end is of this user; the kernel knows."""
+    size = _CREDENTIALS.size
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
