@@ -13,8 +13,8 @@ export PATH := $(PATH):/usr/sbin:/sbin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-# What the native core is built from: when it changes, the package is installed anew.
-NATIVE := setup.py $(wildcard src/paceline/shm/native/*)
+# What the native cores are built from: when it changes, the package is installed anew.
+NATIVE := setup.py $(wildcard src/paceline/*/native/*)
 
 .PHONY: help demo test lint types unit conformance bench clean iproute2 compiler
 .DELETE_ON_ERROR:
@@ -47,7 +47,7 @@ bench: $(VENV)/.installed-dev ## step time side by side with torch's DDP
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f src/paceline/shm/_native*.so
+	rm -f src/paceline/*/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests on several hosts need ip and tc. Without them, or without root, they skip and say so.

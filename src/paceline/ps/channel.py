@@ -161,8 +161,9 @@ class Channel:
         frames = self._link.receive()
         if frames is None:
             return False
-        # A broken connection is always reported before what comes over the next one.
-        self._heed(self._link.news())
+        if not self._link.came_by_shortcut:
+            # A broken connection is always reported before what comes over the next one.
+            self._heed(self._link.news())
         self._heard_s = time.monotonic()
         self.received_bytes += sum(map(len, frames))
         try:

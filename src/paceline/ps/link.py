@@ -58,6 +58,9 @@ class Link:
         address: Of the server.
         curve: Key options of the socket (``curve_publickey``, ...), empty without encryption.
         client: Who this trainer is, for the server's door.
+
+    Attributes:
+        came_by_shortcut: Of the last message: whether it came from the same server as all before.
     """
 
     def __init__(self, context: Any, address: str, curve: dict[str, bytes], client: bytes) -> None:
@@ -67,6 +70,7 @@ class Link:
         self._next_try_s = 0.0
         self._is_direct = False  # whether data messages may take the shortcut
         self._is_marked = False  # whether the next reply comes over ZeroMQ
+        self.came_by_shortcut = False
         self._socket = context.socket(zmq.DEALER)
         for name, value in {**_OPTIONS, **curve}.items():
             setattr(self._socket, name, value)
@@ -101,12 +105,13 @@ class Link:
         if shortcut is not None and shortcut.awaited and not self._is_marked:
             frames = shortcut.receive(_SLICE_MS)
             self._is_marked = frames == []
+            self.came_by_shortcut = True
             return frames or None
         try:
             found = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
         except zmq.Again:
             return None
-        self._is_marked = False
+        self._is_marked = self.came_by_shortcut = False
         return found
 
     def news(self) -> News:
