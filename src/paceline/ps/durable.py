@@ -28,7 +28,7 @@ from paceline.ps.refusal import Refusal
 from paceline.ps.snapshot import read_snapshot, write_snapshot
 from paceline.ps.store import Store
 from paceline.ps.tensor_file import TEMPORARY
-from paceline.ps.wire import Frame, Head, WireError, pack_head, read_head, unpack
+from paceline.ps.wire import Frame, Head, WireError, pack_head, read_head
 
 log = logging.getLogger("paceline.ps")
 
@@ -181,7 +181,9 @@ class Durable:
             head, _ = read_head(frames[0])
             self._store.clients.count(head, Refusal.from_json(json.loads(bytes(frames[1]))))
             return
-        message = unpack(frames)
+        message = self._store.read(frames)
+        if isinstance(message, list):
+            raise ValueError("a LOOKUP changes nothing")
         if self._store.admit(message.head) is not Admission.NEW:
             raise ValueError(f"number {message.head.sequence} is there twice")
         change = self._store.prepare(message)
