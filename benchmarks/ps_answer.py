@@ -150,7 +150,9 @@ def _shapes(text: str) -> list[Shape]:
         pairs = [part.split("x") for part in text.split(",")]
         return [Shape(command.positive(a), command.positive(b)) for a, b in pairs]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected something like 4x33,1x80000") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected something like 4x33,1x80000"
+        ) from None
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -23,7 +23,6 @@ from paceline.errors import ServerStartError, ServerStateError
 from paceline.ps.clients import Admission
 from paceline.ps.faults import Place, reach
 from paceline.ps.journal import Journal, read_journal
-from paceline.ps.meter import Meter
 from paceline.ps.refusal import Refusal
 from paceline.ps.snapshot import read_snapshot, write_snapshot
 from paceline.ps.store import Store
@@ -154,8 +153,7 @@ class Durable:
                 )
             if number in journals:
                 replayed += self._replay(journals[number], number, is_last=number == last)
-        for table in self._store.tables:
-            table.lookups, table.pushes = Meter(), Meter()  # what was replayed is not traffic
+        self._store.forget_traffic()  # what was replayed is none
         rows = sum(table.count for table in self._store.tables)
         if snapshots or replayed:
             took_s = time.monotonic() - start_s

@@ -86,7 +86,10 @@ class Handler:
             return message
         head = message.head
         try:
-            if isinstance(message, QuickPush) or head.kind in SEQUENCED:
+            if isinstance(message, QuickPush):
+                self._change(message, frames)
+                return message.done
+            if head.kind in SEQUENCED:
                 return _done(head, self._change(message, frames))
             return self._look(message)
         except Refusal as refusal:

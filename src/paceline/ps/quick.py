@@ -1,29 +1,31 @@
 """The quick way of small messages: the native core reads and copies, torch does the arithmetic.
 
 Called by ``ps/store.py``, live and in replay, before anything else looks at a message. It takes a
-LOOKUP or PUSH that is plain and perfect (``native/rows.c`` says what that is) and leaves all others
-to Python, which comes to the same result (``tests/ps/test_quick.py``): what a message costs depends
-on the way, what it does never. Large messages are left to Python too: there, a call of numpy costs
-nothing.
+LOOKUP or PUSH that is plain and perfect (``native/request.c`` says what that is) and leaves all
+others to Python, which comes to the same result (``tests/ps/test_quick.py``): what a message costs
+depends on the way, what it does never. Large messages are left to Python too, where a call of numpy
+is cheap beside its work.
 """
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from paceline.ps.optim import Adam
+from paceline.ps.meter import Meter
 from paceline.ps.scratch import Scratch
 from paceline.ps.table import Table
 from paceline.ps.update import update
-from paceline.ps.wire import ALIGNMENT, Frame, Head, Kind, aligned
+from paceline.ps.wire import Frame, Head, Kind
 
 MOST_BYTES = 1 << 19
 """Of all rows of a message. Gradient, rows and state of a push stay in the cache."""
+_MOST_UNSETTLED = 64
 
-Section = tuple[int, int, float]
-"""Table, how many ids, learning rate."""
+_SHARE = struct.Struct("<II")  # table, ids
+_PUSH = Kind.PUSH
 
 
 class QuickPush:
@@ -31,26 +33,26 @@ class QuickPush:
 
     Args:
         quick: Who applies it.
-        sections: Of the message.
-        plan: The native core's: sections and slots. No address.
+        found: What the native core says of it: no address.
         values: The last frame.
-        head: Of the message.
     """
 
-    __slots__ = ("_plan", "_quick", "_sections", "_values", "head")
+    __slots__ = ("_groups", "_quick", "_shares", "_slots", "_values", "done", "head")
 
-    def __init__(
-        self, quick: Quick, sections: Sequence[Section], plan: bytes, values: Frame, head: Head
-    ) -> None:
+    def __init__(self, quick: Quick, found: tuple[Any, ...], values: Frame) -> None:
         self._quick = quick
-        self._sections = sections
-        self._plan = plan
         self._values = values
-        self.head = head
+        self._shares, self._slots, self._groups, request, client, sequence, done = found
+        self.head = Head(_PUSH, request, client, sequence)
+        self.done: list[Frame] = [done]
 
     def apply(self) -> dict[str, Any]:
         """Do it; returns the control part of the answer."""
-        self._quick.push(self._sections, self._plan, self._values)
+        start_ns = time.perf_counter_ns()
+        for start, stop, count, offset, number, lr in self._groups:
+            part = (self._shares, self._slots, start, stop)
+            self._quick.push_alike(number, count, lr, (self._values, offset), part)
+        self._quick.count(self._shares, start_ns, is_push=True)
         return {}
 
 
@@ -63,93 +65,76 @@ class Quick:
     """
 
     def __init__(self, native: Any, max_reply_bytes: int) -> None:
-        self._native = native
+        self._read = native.rows_read
+        self._gather = native.rows_gather
+        self._scatter = native.rows_scatter
         self._scratch = Scratch(MOST_BYTES)
-        self._most_reply_bytes = min(MOST_BYTES, max_reply_bytes)
-        self._entries: list[bytearray] = []
+        self._most_bytes = min(MOST_BYTES, max_reply_bytes)
         self._tables: list[Table] = []
-        self._families: list[int] = []
-        self._numbers: dict[tuple[object, ...], int] = {}
+        self._entries: list[bytearray] = []
+        self._families: dict[tuple[object, ...], int] = {}
+        self._unsettled: list[tuple[bytes, int, int, bool]] = []
 
     def add(self, table: Table) -> None:
-        """Take the next table; tables of one family can be updated together."""
+        """Take the next table."""
         spec = table.spec
-        family = (spec.optimizer, spec.dim, spec.dtype)
-        self._families.append(self._numbers.setdefault(family, len(self._numbers)))
-        self._entries.append(table.entry)
+        alike = (spec.optimizer, spec.dim, spec.dtype)
+        table.entry.set_family(self._families.setdefault(alike, len(self._families)))
         self._tables.append(table)
+        self._entries.append(table.entry.raw)
 
     def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | None:
         """Answer a LOOKUP, check a PUSH; None: it is for Python, and nothing was done."""
         if len(frames) != 3:
             return None
         start_ns = time.perf_counter_ns()
-        found = self._native.rows_read(self._entries, self._most_reply_bytes, *frames)
+        found = self._read(self._entries, self._most_bytes, *frames)
         if found is None:
             return None
-        if len(found) == 2:
-            sections, answer = found
-            self._count_lookup(sections, start_ns)
-            return answer  # type: ignore[no-any-return]
-        sections, plan, request, client, sequence = found
-        head = Head(Kind.PUSH, request, client, sequence)
-        return QuickPush(self, sections, plan, frames[2], head)
+        if len(found) > 2:
+            return QuickPush(self, found, frames[2])
+        shares, answer = found
+        self.count(shares, start_ns, is_push=False)
+        return answer  # type: ignore[no-any-return]
 
-    def push(self, sections: Sequence[Section], plan: bytes, values: Frame) -> None:
-        """Apply a checked PUSH."""
-        start_ns = time.perf_counter_ns()
-        for group in self._groups(sections):
-            self._push_alike(sections, plan, values, group)
-        end_ns = time.perf_counter_ns()
-        since_ns = end_ns - (end_ns - start_ns) // max(1, len(sections))
-        for number, ids, _ in sections:
-            self._tables[number].pushes.add(ids, since_ns, end_ns)
-
-    def _push_alike(
+    def push_alike(
         self,
-        sections: Sequence[Section],
-        plan: bytes,
-        values: Frame,
-        group: tuple[int, int, int, int],
+        number: int,
+        count: int,
+        lr: float,
+        values: tuple[Frame, int],
+        part: tuple[bytes, bytes, int, int],
     ) -> None:
-        """Gather, update, scatter, as ``ps/together.py`` does."""
-        start, stop, count, offset = group
-        tables = self._tables
-        for number, _, _ in sections[start:stop]:
-            tables[number].step += 1
-        if not count:
-            return
-        number, _, lr = sections[start]
-        table = tables[number]
-        lines = self._scratch.lines(self._families[number], table, count)
-        move = (self._entries, plan, start, stop, *lines.addresses)
-        self._native.rows_gather(values, offset, lines.grad_address, *move)
-        update(table.spec.optimizer, lines.rows, lines.state, lines.grad, lr, table.step)
-        self._native.rows_scatter(*move)
+        """Gather, update, scatter, as ``ps/together.py`` does.
 
-    def _groups(self, sections: Sequence[Section]) -> Iterator[tuple[int, int, int, int]]:
-        """Sections that are updated together: from, to, their lines, where their values begin.
-
-        Their gradients follow each other without a gap.
+        Args:
+            number: Of the first table.
+            count: Of all rows.
+            lr: Of all.
+            values: The frame, and where their gradients begin in it.
+            part: Shares and slots of the message, and from and to which share.
         """
-        start = begin = end = lines = 0
-        last: tuple[int, float, int] | None = None
-        for at, (number, ids, lr) in enumerate(sections):
-            spec = self._tables[number].spec
-            step = self._tables[number].step if type(spec.optimizer) is Adam else 0
-            alike = (self._families[number], lr, step)
-            if alike != last or end % ALIGNMENT:
-                if at:
-                    yield start, at, lines, begin
-                start, lines, begin, last = at, 0, aligned(end), alike
-                end = begin
-            lines += ids
-            end += ids * spec.dim * spec.dtype.itemsize
-        if sections:
-            yield start, len(sections), lines, begin
+        table = self._tables[number]
+        lines = self._scratch.lines(table, count)
+        move = (self._entries, *part, *lines.addresses)
+        step = self._gather(*values, lines.grad_address, *move)
+        if count:
+            update(table.spec.optimizer, lines.rows, lines.state, lines.grad, lr, step)
+            self._scatter(*move)
 
-    def _count_lookup(self, sections: Sequence[Section], start_ns: int) -> None:
+    def count(self, shares: bytes, start_ns: int, is_push: bool) -> None:
+        """Remember that these shares of a message are done, for meters."""
         end_ns = time.perf_counter_ns()
-        since_ns = end_ns - (end_ns - start_ns) // max(1, len(sections))
-        for number, ids, _ in sections:
-            self._tables[number].lookups.add(ids, since_ns, end_ns)
+        self._unsettled.append((shares, end_ns - start_ns, end_ns, is_push))
+        if len(self._unsettled) >= _MOST_UNSETTLED:
+            self.settle()
+
+    def settle(self) -> None:
+        """Bring the tables' meters up to date. Many messages at once, which is cheaper."""
+        for shares, took_ns, end_ns, is_push in self._unsettled:
+            since_ns = end_ns - took_ns * _SHARE.size // max(_SHARE.size, len(shares))
+            for number, ids in _SHARE.iter_unpack(shares):
+                table = self._tables[number]
+                meter: Meter = table.pushes if is_push else table.lookups
+                meter.add(ids, since_ns, end_ns)
+        self._unsettled.clear()

@@ -7,7 +7,6 @@ is as large as the largest, for any table, and made of pages that exist once the
 
 from __future__ import annotations
 
-import mmap
 from typing import NamedTuple
 
 import torch
@@ -45,16 +44,18 @@ class Scratch:
 
     def __init__(self, row_bytes: int) -> None:
         # Twice: RowwiseAdagrad has 4 bytes of state for a row that may have 2.
-        self._gradient, *self._columns = (mmap.mmap(-1, 2 * row_bytes) for _ in range(4))
+        self._gradient, *self._columns = (
+            torch.empty(2 * row_bytes, dtype=torch.uint8) for _ in range(4)
+        )
         self._kept: dict[tuple[int, int], Lines] = {}
 
-    def lines(self, family: int, table: Table, count: int) -> Lines:
-        """Tensors for so many rows of a table, or of any table of the same family."""
-        found = self._kept.get((family, count))
+    def lines(self, table: Table, count: int) -> Lines:
+        """Tensors for so many rows of a table, or of several that are alike."""
+        found = self._kept.get((table.number, count))
         if found is None:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            found = self._kept[family, count] = self._made(table, count)
+            found = self._kept[table.number, count] = self._made(table, count)
         return found
 
     def _made(self, table: Table, count: int) -> Lines:
@@ -69,5 +70,5 @@ class Scratch:
         return Lines(rows, tuple(state), grad, addresses, grad.data_ptr())
 
 
-def _matrix(memory: mmap.mmap, lines: int, width: int, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=lines * width).view(lines, width)
+def _matrix(memory: Tensor, lines: int, width: int, dtype: torch.dtype) -> Tensor:
+    return memory.view(dtype)[: lines * width].view(lines, width)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from paceline.errors import ConfigurationError
 from paceline.ps import extension
 from paceline.ps.clients import Admission, Clients
+from paceline.ps.meter import Meter
 from paceline.ps.quick import Quick, QuickPush
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.sections import Share, checked, reply_bytes
@@ -71,6 +72,7 @@ class Store:
             found = self._quick.read(frames)
             if found is not None:
                 return found
+            self._quick.settle()  # meters get calls in their order
         return unpack(frames)
 
     def lookup(self, message: Message) -> list[Frame]:
@@ -157,8 +159,17 @@ class Store:
         """The table of that name, if it is here."""
         return self._by_name.get(name)
 
+    def forget_traffic(self) -> None:
+        """Let all meters begin anew."""
+        if self._quick is not None:
+            self._quick.settle()
+        for table in self.tables:
+            table.lookups, table.pushes = Meter(), Meter()
+
     def stats(self, first: int, last: int) -> list[dict[str, Any]]:
         """For each of these tables: what it is, how full, how busy."""
+        if self._quick is not None:
+            self._quick.settle()
         return [
             {
                 "name": table.spec.name,

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.ps.entry import pack_entry
+from paceline.ps.entry import Entry
 from paceline.ps.first_values import TORCH_DTYPES, first_rows
 from paceline.ps.meter import Meter
 from paceline.ps.refusal import Code, Refusal
@@ -64,7 +64,7 @@ class Table:
         self.spec = spec
         self.shard = shard
         self.dtype = TORCH_DTYPES[spec.dtype]
-        self.step = 0
+        self.entry = Entry(spec)
         self.lookups = Meter()
         self.pushes = Meter()
         self.columns = state_columns(spec, self.dtype)
@@ -73,7 +73,15 @@ class Table:
         self.raw_dtype = np.dtype(f"V{spec.dim * self.dtype.itemsize}")
         self._budget = budget
         self._storage: RowStorage | None = None  # once there is a row
-        self.entry = bytearray(pack_entry(spec, None))
+
+    @property
+    def step(self) -> int:
+        """How many pushes it has had."""
+        return self.entry.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.entry.step = value
 
     @property
     def pools(self) -> bool:
@@ -217,7 +225,7 @@ class Table:
 
     def _keep(self, storage: RowStorage | None) -> None:
         """Get or drop storage: the only place, so that the entry has its addresses or none."""
-        self.entry[:] = pack_entry(self.spec, storage)
+        self.entry.set_storage(storage)
         self._storage = storage
 
     def _first_rows(self, ids: NDArray[np.int64]) -> Tensor:
