@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline import ps
+from paceline.ps import extension
 from paceline.testing import warm_up
 
 
@@ -29,3 +30,14 @@ def start_servers(fork_server: None) -> Iterator[Callable[..., ps.LocalServers]]
     yield start
     for servers in started:
         servers.close()
+
+
+@pytest.fixture(scope="module", params=["native", "python"])
+def either_way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Stores with the native core, and without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setattr(extension, "native", None)
+        elif extension.native is None:
+            pytest.skip("the native core is not built, or switched off")
+        yield request.param

@@ -29,6 +29,8 @@ from paceline.ps.wire import (
 )
 from tests.ps.raw_client import WHOLE, attach_frames, raw_bytes, rows_frames
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 CLIENT = b"c" * 16
 SPEC = TableSpec("t", 100, 4, init=Init(Start.CONSTANT, 1.0), optimizer=ps.SGD(1.0))
 

@@ -23,12 +23,11 @@ from paceline.errors import ServerStartError, ServerStateError
 from paceline.ps.clients import Admission
 from paceline.ps.faults import Place, reach
 from paceline.ps.journal import Journal, read_journal
-from paceline.ps.meter import Meter
 from paceline.ps.refusal import Refusal
 from paceline.ps.snapshot import read_snapshot, write_snapshot
 from paceline.ps.store import Store
 from paceline.ps.tensor_file import TEMPORARY
-from paceline.ps.wire import Frame, Head, WireError, pack_head, read_head, unpack
+from paceline.ps.wire import Frame, Head, WireError, pack_head, read_head
 
 log = logging.getLogger("paceline.ps")
 
@@ -154,8 +153,7 @@ class Durable:
                 )
             if number in journals:
                 replayed += self._replay(journals[number], number, is_last=number == last)
-        for table in self._store.tables:
-            table.lookups, table.pushes = Meter(), Meter()  # what was replayed is not traffic
+        self._store.forget_traffic()  # what was replayed is none
         rows = sum(table.count for table in self._store.tables)
         if snapshots or replayed:
             took_s = time.monotonic() - start_s
@@ -181,7 +179,9 @@ class Durable:
             head, _ = read_head(frames[0])
             self._store.clients.count(head, Refusal.from_json(json.loads(bytes(frames[1]))))
             return
-        message = unpack(frames)
+        message = self._store.read(frames)
+        if isinstance(message, list):
+            raise ValueError("a LOOKUP changes nothing")
         if self._store.admit(message.head) is not Admission.NEW:
             raise ValueError(f"number {message.head.sequence} is there twice")
         change = self._store.prepare(message)

@@ -21,6 +21,7 @@ from paceline.ps.clients import Admission
 from paceline.ps.durable import Durable
 from paceline.ps.faults import Place, reach
 from paceline.ps.outlet import RefusalLog
+from paceline.ps.quick import QuickPush
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.saving import SavePlace, prepare_load, save_job
 from paceline.ps.store import Change, Store
@@ -33,7 +34,6 @@ from paceline.ps.wire import (
     WireError,
     pack_control,
     read_head,
-    unpack,
 )
 
 log = logging.getLogger("paceline.ps")
@@ -79,11 +79,16 @@ class Handler:
             ServerStateError: The journal cannot be written: the server has to end.
         """
         try:
-            message = unpack(frames)
+            message = self._store.read(frames)
         except WireError as error:
             return self._refuse_unread(frames, error)
+        if isinstance(message, list):
+            return message
         head = message.head
         try:
+            if isinstance(message, QuickPush):
+                self._change(message, frames)
+                return message.done
             if head.kind in SEQUENCED:
                 return _done(head, self._change(message, frames))
             return self._look(message)
@@ -126,7 +131,7 @@ class Handler:
             return Later(head, save_job(self._store, directory))
         raise Refusal(Code.WIRE, f"{head.kind.name} is no request")
 
-    def _change(self, message: Message, frames: list[Frame]) -> dict[str, Any]:
+    def _change(self, message: Message | QuickPush, frames: list[Frame]) -> dict[str, Any]:
         """Check, journal, do: in this order (decision 0007)."""
         store, head = self._store, message.head
         if store.admit(head) is Admission.AGAIN:
@@ -148,8 +153,8 @@ class Handler:
         reach(Place.APPLIED)
         return done
 
-    def _prepare(self, message: Message) -> Change:
-        if message.head.kind is not Kind.LOAD:
+    def _prepare(self, message: Message | QuickPush) -> Change:
+        if isinstance(message, QuickPush) or message.head.kind is not Kind.LOAD:
             return self._store.prepare(message)
         return prepare_load(self._store, self._place.directory(message.control, Code.LOAD))
 

@@ -55,12 +55,15 @@ class RowStorage:
         columns: tuple[StateColumn, ...],
         most: int,
     ) -> None:
-        self._first = first
+        self.first = first
+        self.span = last - first
         self.count = 0
-        self.capacity = min(last - first, most, _MAX_SLOTS)
+        self.capacity = min(self.span, most, _MAX_SLOTS)
         slots = self.capacity + 1
         try:
-            self._map = _mapped(last - first, torch.int32, spread=True).numpy()
+            places = _mapped(self.span, torch.int32, spread=True)
+            self._map = places.numpy()
+            self.map_address = places.data_ptr()
             self._ids = _mapped(slots, torch.int64).numpy()
             self._rows = Column(slots, dim, dtype)
             self._state = tuple(Column(slots, each.width, each.dtype) for each in columns)
@@ -72,7 +75,7 @@ class RowStorage:
 
     def slots(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """For each id its slot, 0 where there is none. Ids must be in range."""
-        return self._map.take(ids - self._first if self._first else ids)
+        return self._map.take(ids - self.first if self.first else ids)
 
     def add(self, ids: NDArray[np.int64], values: Tensor) -> NDArray[np.int32]:
         """Give slots to ids that have none, with these values; returns the slots.
@@ -84,7 +87,7 @@ class RowStorage:
         if stop > self.capacity + 1:
             raise MemoryError(f"{stop - 1} rows do not fit into {self.capacity} slots")
         slots = np.arange(start, stop, dtype=np.int32)
-        self._map[ids - self._first] = slots
+        self._map[ids - self.first] = slots
         self._ids[start:stop] = ids
         self._rows.tensor[start:stop] = values
         for state, first in zip(self._state, self._starts, strict=True):
@@ -148,6 +151,11 @@ class Column:
         self.tensor = flat.view(slots, width)
         self._width = width
         self.raw = flat.view(torch.uint8).numpy().view(f"V{width * dtype.itemsize}")
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its address, and the bytes of one slot."""
+        return self.tensor.data_ptr(), self.raw.itemsize
 
     def gather(self, slots: NDArray[np.int32]) -> Tensor:
         """Copies of these lines."""

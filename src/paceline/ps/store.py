@@ -1,16 +1,16 @@
 """The state of a server, and what each message does to it; live and in replay the same code.
 
-``ps/server.py`` calls ``look`` for what reads, and for what changes ``admit``, ``prepare`` and
-``commit``, with the journal between the last two; ``ps/recovery.py`` calls the same for each record
-of a journal. So a replayed server cannot differ from the one that died. Must not know sockets or
-files.
+``ps/handler.py`` calls ``read`` for all messages, ``lookup`` for those that read rows, and for what
+changes ``admit``, ``prepare`` and ``commit``, with the journal between the last two;
+``ps/durable.py`` calls the same for each record of a journal. So a replayed server cannot differ
+from the one that died. Must not know sockets or files.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,16 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
+from paceline.ps import extension
 from paceline.ps.clients import Admission, Clients
+from paceline.ps.meter import Meter
+from paceline.ps.quick import Quick, QuickPush
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.sections import Share, checked, reply_bytes
 from paceline.ps.spec import Shard, Sharding, TableSpec
 from paceline.ps.table import Budget, Table
 from paceline.ps.together import push_all
-from paceline.ps.wire import Frame, Head, Kind, Message, pack_head
+from paceline.ps.wire import ALIGNMENT, Frame, Head, Kind, Message, pack_head, unpack
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +51,29 @@ class Store:
         self.tables: list[Table] = []
         self._by_name: dict[str, Table] = {}
         self._max_reply_bytes = max_reply_bytes
+        native = extension.native
+        self._quick = None if native is None else Quick(native, max_reply_bytes)
         self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
             Kind.ATTACH: self._prepare_attach,
             Kind.PUSH: self._prepare_push,
             Kind.WRITE: self._prepare_write,
         }
+
+    def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | Message:
+        """Read a message: one that the quick way takes is looked up, or checked, already.
+
+        Returns:
+            The answer to a LOOKUP, or what ``head`` says and ``lookup`` or ``prepare`` takes.
+
+        Raises:
+            WireError: It is none.
+        """
+        if self._quick is not None:
+            found = self._quick.read(frames)
+            if found is not None:
+                return found
+            self._quick.settle()  # meters get calls in their order
+        return unpack(frames)
 
     def lookup(self, message: Message) -> list[Frame]:
         """Answer a LOOKUP. Changes nothing but meters.
@@ -73,8 +94,9 @@ class Store:
         values = np.empty(total, np.uint8)
         at = 0
         for share, size in zip(shares, sizes, strict=True):
-            _found(share, values, at)
             at += size
+            values[at - ALIGNMENT : at] = 0  # padding, if there is any, is nobody's old memory
+            _found(share, values, at - size)
             end_ns = time.perf_counter_ns()
             share.table.lookups.add(share.section.ids, start_ns, end_ns)
             start_ns = end_ns
@@ -86,12 +108,14 @@ class Store:
         """See :meth:`Clients.admit`."""
         return self.clients.admit(head)
 
-    def prepare(self, message: Message) -> Change:
+    def prepare(self, message: Message | QuickPush) -> Change:
         """Check a sequenced message completely. Changes nothing.
 
         Raises:
             Refusal: It does not fit.
         """
+        if isinstance(message, QuickPush):
+            return message.apply
         return self._prepare[message.head.kind](message)
 
     def commit(self, head: Head, change: Change) -> dict[str, Any]:
@@ -111,9 +135,9 @@ class Store:
         self.clients.count(head, None)
         return done
 
-    def repeat(self, message: Message) -> dict[str, Any]:
+    def repeat(self, message: Message | QuickPush) -> dict[str, Any]:
         """The control part of the answer to a message that was applied before."""
-        if message.head.kind is not Kind.ATTACH:
+        if isinstance(message, QuickPush) or message.head.kind is not Kind.ATTACH:
             return {}
         spec, shard = _described(message.control)
         known = self._by_name.get(spec.name)
@@ -127,14 +151,25 @@ class Store:
         table = Table(len(self.tables), spec, shard, self.budget)
         self.tables.append(table)
         self._by_name[spec.name] = table
+        if self._quick is not None:
+            self._quick.add(table)
         return table
 
     def table_named(self, name: str) -> Table | None:
         """The table of that name, if it is here."""
         return self._by_name.get(name)
 
+    def forget_traffic(self) -> None:
+        """Let all meters begin anew."""
+        if self._quick is not None:
+            self._quick.settle()
+        for table in self.tables:
+            table.lookups, table.pushes = Meter(), Meter()
+
     def stats(self, first: int, last: int) -> list[dict[str, Any]]:
         """For each of these tables: what it is, how full, how busy."""
+        if self._quick is not None:
+            self._quick.settle()
         return [
             {
                 "name": table.spec.name,

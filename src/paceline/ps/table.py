@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.ps.entry import Entry
 from paceline.ps.first_values import TORCH_DTYPES, first_rows
 from paceline.ps.meter import Meter
 from paceline.ps.refusal import Code, Refusal
@@ -63,7 +64,7 @@ class Table:
         self.spec = spec
         self.shard = shard
         self.dtype = TORCH_DTYPES[spec.dtype]
-        self.step = 0
+        self.entry = Entry(spec)
         self.lookups = Meter()
         self.pushes = Meter()
         self.columns = state_columns(spec, self.dtype)
@@ -72,6 +73,15 @@ class Table:
         self.raw_dtype = np.dtype(f"V{spec.dim * self.dtype.itemsize}")
         self._budget = budget
         self._storage: RowStorage | None = None  # once there is a row
+
+    @property
+    def step(self) -> int:
+        """How many pushes it has had."""
+        return self.entry.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.entry.step = value
 
     @property
     def pools(self) -> bool:
@@ -95,13 +105,14 @@ class Table:
             Refusal: There is none.
         """
         if self._storage is None:
-            self._storage = self._new_storage()
+            self._keep(self._new_storage())
+            assert self._storage is not None
         return self._storage
 
     def clear(self) -> None:
         """Forget all rows."""
         self._budget.used_bytes -= self.count * self.row_bytes
-        self._storage = None
+        self._keep(None)
         self.step = 0
 
     def locate(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -211,6 +222,11 @@ class Table:
         slots[missing] = self.storage.add(new, self._first_rows(new))
         self._budget.used_bytes += len(new) * self.row_bytes
         return slots
+
+    def _keep(self, storage: RowStorage | None) -> None:
+        """Get or drop storage: the only place, so that the entry has its addresses or none."""
+        self.entry.set_storage(storage)
+        self._storage = storage
 
     def _first_rows(self, ids: NDArray[np.int64]) -> Tensor:
         spec = self.spec
