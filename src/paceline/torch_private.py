@@ -44,6 +44,7 @@ __all__ = [
     "device_index",
     "embedding_backward",
     "embedding_bag_backward",
+    "embedding_bag_dense_backward",
     "embedding_bag_forward",
     "embedding_bag_weights_backward",
     "gloo_group",
@@ -267,5 +268,6 @@ def knows_sync_batch_norm(device: torch.device) -> bool:
 # pool many tables by one call, and need the backward for each (``ps/pool.py``).
 embedding_bag_forward = torch.ops.aten._embedding_bag.default
 embedding_bag_backward = torch.ops.aten._embedding_bag_backward.default
+embedding_bag_dense_backward = torch.ops.aten._embedding_bag_dense_backward.default
 embedding_bag_weights_backward = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
 embedding_backward = torch.ops.aten.embedding_backward.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch._dynamo  # the first optimizer step would, and change the environme
 from torch import Tensor, nn
 
 from paceline import ps
+from paceline.ps import inputs, planner
+from paceline.ps.extension import native
 from paceline.testing import warm_up
 
 STEPS = 50
@@ -64,6 +67,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own", "same"])
+@pytest.mark.parametrize("core", [None, native], ids=["python", "native"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("sharding", "servers", "mode"),
@@ -78,14 +83,24 @@ def one_thread() -> Iterator[None]:
     ],
 )
 def test_training_equals_local_torch(
-    connections: dict[int, ps.Servers], sharding: str, servers: int, mode: str, kind: str
+    connections: dict[int, ps.Servers],
+    monkeypatch: pytest.MonkeyPatch,
+    sharding: str,
+    servers: int,
+    mode: str,
+    kind: str,
+    core: Any,
+    is_shared: bool,
 ) -> None:
+    """With bags of its own for each table, and with the same for all."""
+    monkeypatch.setattr(planner, "native", core)
+    monkeypatch.setattr(inputs, "native", core)
     policy, make = OPTIMIZERS[kind]
     sparse = kind == "adam"
     connection = connections[servers]
     configs = [
         ps.TableConfig(
-            f"{sharding}{servers}{kind}{mode}{at}",
+            f"{sharding}{servers}{kind}{mode}{at}{core is None}{is_shared}",
             ROWS,
             DIM,
             mode=mode,
@@ -106,6 +121,7 @@ def test_training_equals_local_torch(
     generator = torch.Generator().manual_seed(2)
     for _ in range(STEPS):
         bags = [random_bags(generator) for _ in configs]
+        bags = bags[:1] * TABLES if is_shared else bags
         batch = {config.name: each for config, each in zip(configs, bags, strict=True)}
         loss = step(dense, list(remote(batch).values()), optimizer)
         found = [module(each.ids, each.offsets) for module, each in zip(local, bags, strict=True)]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from paceline.errors import BagsError
 from paceline.ps.config import TableConfig
-from paceline.ps.inputs import Bags, flat_bags
+from paceline.ps.inputs import (
+    Bags,
+    FlatBags,
+    Reading,
+    flat_bags,
+    is_same_object,
+    reading_of,
+)
 from paceline.ps.optim import Optimizer
 from paceline.ps.served import AnyServers, ServedModule
 from paceline.ps.tables import Batch
@@ -53,6 +61,7 @@ class EmbeddingBagCollection(ServedModule):
             tables = [dataclasses.replace(table, optimizer=optimizer) for table in tables]
         super().__init__(tables, servers, staleness, grad_scale)
         self._configs = {config.name: (at, config) for at, config in enumerate(tables)}
+        self._readings = [reading_of(config) for config in tables]
 
     @property
     def lr(self) -> dict[str, float]:
@@ -91,11 +100,20 @@ class EmbeddingBagCollection(ServedModule):
         return "\n".join(lines)
 
     def _read(self, batch: CollectionBatch) -> Batch:
+        """Check a batch. Tables that get the same bags one after the other share what is found."""
         if not batch:
             raise BagsError("a batch without any table")
-        for name in batch:
-            self._configs.get(name) or self._index(name)
-        return {
-            self._configs[name][0]: flat_bags(self._configs[name][1], bags)
-            for name, bags in batch.items()
-        }
+        found: dict[int, FlatBags] = {}
+        last: Any = None
+        reading: Reading | None = None
+        for name, bags in batch.items():
+            at, config = self._configs.get(name) or self._unknown(name)
+            if reading != self._readings[at] or not is_same_object(bags, last):
+                flat = flat_bags(config, bags)
+                last, reading = bags, self._readings[at]
+            found[at] = flat
+        return found
+
+    def _unknown(self, name: str) -> NoReturn:
+        self._index(name)
+        raise AssertionError(name)

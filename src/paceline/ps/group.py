@@ -60,6 +60,11 @@ class Kin:
     is_weighted: bool
     alone: int
 
+    @cached_property
+    def is_scaled(self) -> bool:
+        """Whether a bag's gradient is multiplied by something before it is added to a row's."""
+        return self.mode == "mean" or self.is_weighted or self.scale_grad_by_freq
+
 
 def kin_of(index: int, config: TableConfig, is_weighted: bool, is_bags: bool) -> Kin:
     """Which group a table belongs to for this batch.
@@ -92,6 +97,7 @@ class Group:
     Attributes:
         records: For each server the records of all tables, with no ids yet.
         counts_pushes: For each server, which tables must be in every push: the steps of Adam.
+        least_sections: For each server: a push with fewer sections may lack such a table.
     """
 
     def __init__(self, tables: Sequence[int], places: Sequence[Place], kin: Kin) -> None:
@@ -108,10 +114,28 @@ class Group:
             servers,
             [place.home for place in places],
         )
+        self._lrs: list[float] | None = None
+        self._records_lrs = b""
         self.records = [self._records(server) for server in range(servers)]
         is_adam = np.array([isinstance(config.optimizer, Adam) for config in configs])
         numbers = np.array([place.numbers for place in places])
         self.counts_pushes = [is_adam & (numbers[:, server] >= 0) for server in range(servers)]
+        here = (numbers >= 0).sum(axis=0)
+        self.least_sections = [
+            int(here[server]) if each.any() else 0 for server, each in enumerate(self.counts_pushes)
+        ]
+
+    def templates(self, lrs: Sequence[float]) -> bytes:
+        """The records of all servers and tables, with the learning rates of a module.
+
+        As long as they stay, it is the same object.
+        """
+        if lrs != self._lrs:
+            whole = np.concatenate(self.records)
+            whole["lr"] = np.tile([lrs[table] for table in self.tables], len(self.records))
+            self._records_lrs = whole.tobytes()
+            self._lrs = list(lrs)
+        return self._records_lrs
 
     def _records(self, server: int) -> Records:
         records = np.zeros(len(self.places), RECORD)

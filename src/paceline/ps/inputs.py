@@ -6,7 +6,6 @@ shapes that ``nn.EmbeddingBag`` takes become that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from paceline.errors import BagsError
 from paceline.ps.config import TableConfig
+from paceline.ps.extension import native
 from paceline.ps.plan import Ints
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -33,28 +33,74 @@ class Bags(NamedTuple):
     per_sample_weights: Tensor | None = None
 
 
-@dataclass(slots=True, eq=False)
 class FlatBags:
-    """A checked batch of one table.
+    """A checked batch of one table. Tables that got the same tensors may have the same one.
 
     Args:
-        ids: Flat, int64.
-        offsets: Where each bag begins; None: each id stands for itself (``nn.Embedding``).
+        ids: Flat, int64, contiguous, on the CPU.
+        offsets: The same: where each bag begins; None: each id stands for itself
+            (``nn.Embedding``).
         weights: One for each id, or None.
         shape: Of the ids as they came.
         device: Where they came from.
+
+    Attributes:
+        count: How many ids.
+        bags: How many bags.
+        spot: For the native core: where ids are, how many, where offsets are, how many.
+        form: What decides, with the table, which others it is looked up with.
     """
 
-    ids: Ints
-    offsets: Ints | None
-    weights: Tensor | None
-    shape: torch.Size
-    device: torch.device
+    __slots__ = ("bags", "count", "device", "form", "ids", "offsets", "shape", "spot", "weights")
+
+    def __init__(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        weights: Tensor | None,
+        shape: torch.Size,
+        device: torch.device,
+    ) -> None:
+        self.ids = ids
+        self.offsets = offsets
+        self.weights = weights
+        self.shape = shape
+        self.device = device
+        self.count = ids.numel()
+        self.bags = 0 if offsets is None else offsets.numel()
+        begin = 0 if offsets is None else offsets.data_ptr()
+        self.spot = (ids.data_ptr(), self.count, begin, self.bags)
+        self.form = (weights is not None, offsets is not None)
 
     @property
-    def bags(self) -> int:
-        """How many bags."""
-        return 0 if self.offsets is None else len(self.offsets)
+    def ids_array(self) -> Ints:
+        """The ids as numpy has them."""
+        found: Ints = self.ids.numpy()
+        return found
+
+    @property
+    def offsets_array(self) -> Ints:
+        """The offsets as numpy has them; there are some."""
+        assert self.offsets is not None
+        found: Ints = self.offsets.numpy()
+        return found
+
+
+Reading = tuple[bool, str, torch.dtype]
+"""What ``flat_bags`` asks a config for, besides its name."""
+
+
+def reading_of(config: TableConfig) -> Reading:
+    """Tables with the same one read the same bags in the same way."""
+    return config.include_last_offset, config.mode, config.dtype
+
+
+def is_same_object(one: Any, other: Any) -> bool:
+    """Say whether two inputs are the same tensors, without looking into them."""
+    if one is other:
+        return True
+    is_bags = type(one) is Bags and type(other) is Bags
+    return is_bags and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def flat_ids(name: str, ids: Tensor) -> FlatBags:
@@ -94,13 +140,13 @@ def _with_offsets(
     found, starts = _int64(ids), _int64(offsets)
     if config.include_last_offset:
         found, starts, weights = _without_last(config, found, starts, weights)
-    _check_offsets(config, starts, len(found))
+    _check_offsets(config, starts, found.numel())
     return FlatBags(found, starts, weights, ids.shape, ids.device)
 
 
 def _without_last(
-    config: TableConfig, ids: Ints, offsets: Ints, weights: Tensor | None
-) -> tuple[Ints, Ints, Tensor | None]:
+    config: TableConfig, ids: Tensor, offsets: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The last offset says where the ids end; what is behind it is in no bag."""
     if not len(offsets):
         raise _wrong(config, "include_last_offset needs at least one offset")
@@ -110,7 +156,14 @@ def _without_last(
     return ids[:end], offsets[:-1], None if weights is None else weights[:end]
 
 
-def _check_offsets(config: TableConfig, offsets: Ints, ids: int) -> None:
+def _check_offsets(config: TableConfig, offsets: Tensor, ids: int) -> None:
+    bags = offsets.numel()
+    if native is None or not native.are_offsets(offsets.data_ptr(), bags, ids):
+        _explain_offsets(config, offsets.numpy(), ids)
+
+
+def _explain_offsets(config: TableConfig, offsets: Ints, ids: int) -> None:
+    """Say what is wrong with offsets, if anything is."""
     if not len(offsets):
         if ids:
             raise _wrong(config, f"there are {ids} ids and no bag")
@@ -139,14 +192,13 @@ def _check_integers(table: str, what: str, tensor: Any) -> None:
         raise BagsError(f"table {table!r}: {what} are a tensor of int64 or int32, not {found}")
 
 
-def _lines(ids: Tensor) -> Ints:
+def _lines(ids: Tensor) -> Tensor:
     lines, width = ids.shape
-    return _int64(torch.arange(lines) * width)
+    return torch.arange(lines) * width
 
 
-def _int64(tensor: Tensor) -> Ints:
-    found: Ints = tensor.to("cpu", torch.int64).contiguous().numpy()
-    return found
+def _int64(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.int64).contiguous()
 
 
 def _wrong(config: TableConfig, text: str) -> BagsError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,45 +17,46 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.ps.config import DTYPES
-from paceline.ps.group import Group, Place, Records
+from paceline.ps.group import Group, Place
 from paceline.ps.inputs import FlatBags
 from paceline.ps.ledger import Pending
-from paceline.ps.plan import Found
-from paceline.ps.wire import RECORD, Form, Frame, Kind, Mode, Section, aligned, pack_section
+from paceline.ps.planner import Plan
+from paceline.ps.wire import ALIGNMENT, Form, Frame, Kind, Mode, Section, aligned, pack_section
 
-Bytes = NDArray[np.uint8]
 _MODES = {"sum": Mode.SUM, "mean": Mode.MEAN}
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part's share of one message; ``records`` as they are sent."""
+class Share(NamedTuple):
+    """A part's share of one message, as it is sent."""
 
     records: bytes
-    integers: tuple[NDArray[np.int64], ...]
-    values: tuple[Bytes, ...] = ()
+    sections: int
+    integers: Frame
+    values: Frame = b""
 
 
 def message(kind: Kind, shares: Sequence[Share]) -> Pending:
     """One message out of the shares of all parts."""
-    records = b"".join([share.records for share in shares])
-    sections = len(records) // RECORD.itemsize
-    integers = [each for share in shares for each in share.integers]
-    values = [each for share in shares for each in share.values]
-    return Pending(
-        kind,
-        f"{kind.name.lower()} of {sections} tables",
-        records,
-        sections,
-        (_joined(integers), _joined(values)),
-    )
+    if len(shares) == 1:
+        records, sections, integers, values = shares[0]
+    else:
+        records = b"".join([share.records for share in shares])
+        sections = sum([share.sections for share in shares])
+        integers = b"".join([share.integers for share in shares])
+        values = b"".join([share.values for share in shares])
+    return Pending(kind, _what(kind, sections), records, sections, (integers, values))
 
 
-def _joined(arrays: Sequence[Any]) -> Frame:
-    if len(arrays) == 1:
-        only: Frame = arrays[0].data.cast("B") if arrays[0].size else b""
-        return only
-    return b"".join(arrays)
+def _what(kind: Kind, sections: int) -> str:
+    found = _WHAT.get((kind, sections))
+    if found is None:
+        found = f"{kind.name.lower()} of {sections} tables"
+        _WHAT[kind, sections] = found
+    return found
+
+
+_WHAT: dict[tuple[Kind, int], str] = {}
+"""By kind and number of tables, which are few."""
 
 
 @dataclass(eq=False)
@@ -63,10 +64,10 @@ class RowsPart:
     """Tables whose rows travel, without duplicates."""
 
     group: Group
-    found: Found
+    plan: Plan
     inputs: list[FlatBags]
     is_used: NDArray[np.bool_] | None = None
-    _pieces: dict[int, Bytes] = field(default_factory=dict)
+    _pieces: dict[int, memoryview] = field(default_factory=dict)
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -75,25 +76,21 @@ class RowsPart:
 
     def lookup(self, server: int) -> Share | None:
         """The ids that a server is asked for, or None."""
-        low, high = self.found.span(server)
-        if low == high:
-            return None
-        counts = self.found.counts(server)
-        records = self._records(server, counts, counts > 0)
-        return Share(records.tobytes(), (self.found.ids[low:high],))
+        share = self.plan.shares[server]
+        return None if share is None else Share(share.lookup, share.sections, share.ids)
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
-        low, high = self.found.span(server)
+        low, high = self.plan.spans[server]
         return aligned((high - low) * self.group.row_bytes)
 
-    def put(self, server: int, values: Bytes) -> None:
+    def put(self, server: int, values: memoryview) -> None:
         """Take a server's rows."""
-        low, high = self.found.span(server)
+        low, high = self.plan.spans[server]
         self._pieces[server] = values[: (high - low) * self.group.row_bytes]
 
     def result(self) -> Tensor:
-        """All rows, in the order of ``found.ids``."""
+        """All rows, in the order of the plan."""
         pieces = [self._pieces[server] for server in sorted(self._pieces)]
         self._pieces.clear()
         kin = self.group.kin
@@ -101,31 +98,41 @@ class RowsPart:
             return torch.empty((0, kin.dim), dtype=kin.dtype)
         return _tensor(pieces, kin.dtype).view(-1, kin.dim)
 
-    def gradient(self, gradient: Tensor) -> Bytes:
+    def gradient(self, gradient: Tensor) -> Frame:
         """A gradient of ``result()``, as the bytes that ``push`` cuts into shares."""
-        return _bytes(gradient).reshape(-1, self.group.row_bytes)
+        return _bytes(gradient)
 
-    def push(self, server: int, gradient: Bytes, lrs: Sequence[float]) -> Share | None:
+    def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
         """A server's rows of the gradient, or None."""
-        low, high = self.found.span(server)
-        counts = self.found.counts(server)
-        keep = (counts > 0) | self.group.counts_pushes[server]
+        share, group = self.plan.shares[server], self.group
+        is_planned = self.is_used is None and group.templates(lrs) is self.plan.templates
+        sections = 0 if share is None else share.sections
+        if not is_planned or sections < group.least_sections[server]:
+            return self._rare_push(server, gradient, lrs)
+        if share is None:
+            return None
+        low, high = self.plan.spans[server]
+        values = gradient[low * group.row_bytes : high * group.row_bytes]
+        return Share(share.push, share.sections, share.ids, _padded(values))
+
+    def _rare_push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
+        """Not all tables have a gradient, or one without is counted too, or rates are others."""
+        found, group = self.plan.found, self.group
+        low, high = self.plan.spans[server]
+        counts = found.counts(server)
+        keep = (counts > 0) | group.counts_pushes[server]
+        chosen: Any = slice(None)
         if self.is_used is not None:
             keep &= self.is_used
+            chosen = np.repeat(self.is_used, counts)
         if not keep.any():
             return None
-        records = self._records(server, counts, keep)
-        records["lr"] = np.array([lrs[table] for table in self.group.tables])[keep]
-        ids, values = self.found.ids[low:high], gradient[low:high]
-        if self.is_used is not None and not self.is_used.all():
-            chosen = np.repeat(self.is_used, counts)
-            ids, values = ids[chosen], values[chosen]
-        return Share(records.tobytes(), (ids,), _padded(values.reshape(-1)))
-
-    def _records(self, server: int, counts: NDArray[np.int64], keep: NDArray[np.bool_]) -> Records:
-        records = self.group.records[server][keep]
+        records = group.records[server][keep]
         records["ids"] = counts[keep]
-        return records
+        records["lr"] = np.array([lrs[table] for table in group.tables])[keep]
+        ids = found.ids[low:high][chosen]
+        rows = np.frombuffer(gradient, np.uint8).reshape(-1, group.row_bytes)[low:high][chosen]
+        return Share(records.tobytes(), len(records), ids.tobytes(), _padded(rows.tobytes()))
 
 
 @dataclass(eq=False)
@@ -135,7 +142,7 @@ class BagsPart:
     table: int
     place: Place
     input: FlatBags
-    _piece: Bytes | None = None
+    _piece: memoryview | None = None
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -146,7 +153,7 @@ class BagsPart:
         """The bags, for the table's server."""
         if server != self.place.home:
             return None
-        return Share(self._record(0.0), self._integers(), self._weights())
+        return Share(self._record(0.0), 1, self._integers(), self._weights())
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
@@ -154,7 +161,7 @@ class BagsPart:
             return 0
         return aligned(self.input.bags * self._row_bytes)
 
-    def put(self, server: int, values: Bytes) -> None:
+    def put(self, server: int, values: memoryview) -> None:
         """Take the pooled bags."""
         if server == self.place.home:
             self._piece = values[: self.input.bags * self._row_bytes]
@@ -167,17 +174,16 @@ class BagsPart:
             return torch.empty((0, config.embedding_dim), dtype=config.dtype)
         return _tensor([piece], config.dtype).view(-1, config.embedding_dim)
 
-    def gradient(self, gradient: Tensor) -> Bytes:
+    def gradient(self, gradient: Tensor) -> Frame:
         """A gradient of ``result()``; a copy, because it may be the user's own tensor."""
-        found: Bytes = _bytes(gradient).copy()
-        return found
+        return bytes(_bytes(gradient))
 
-    def push(self, server: int, gradient: Bytes, lrs: Sequence[float]) -> Share | None:
+    def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
         """The bags again, with their gradient."""
         if server != self.place.home:
             return None
-        values = (*self._weights(), *_padded(gradient))
-        return Share(self._record(lrs[self.table]), self._integers(), values)
+        values = b"".join((self._weights(), _padded(gradient)))
+        return Share(self._record(lrs[self.table]), 1, self._integers(), values)
 
     @property
     def _row_bytes(self) -> int:
@@ -190,7 +196,7 @@ class BagsPart:
                 self.place.numbers[self.place.home],
                 Form.BAGS,
                 DTYPES[config.dtype],
-                len(bags.ids),
+                bags.count,
                 bags.bags,
                 _MODES[config.mode],
                 bags.weights is not None,
@@ -198,31 +204,42 @@ class BagsPart:
             )
         )
 
-    def _integers(self) -> tuple[NDArray[np.int64], ...]:
-        assert self.input.offsets is not None
-        return (self.input.ids, self.input.offsets)
+    def _integers(self) -> Frame:
+        # A copy: the user may change these tensors before they are sent again.
+        return self.input.ids_array.tobytes() + self.input.offsets_array.tobytes()
 
-    def _weights(self) -> tuple[Bytes, ...]:
+    def _weights(self) -> Frame:
         weights = self.input.weights
-        return () if weights is None else _padded(_bytes(weights))
+        return b"" if weights is None else _padded(_bytes(weights))
 
 
 Part = RowsPart | BagsPart
 
 
-def _bytes(tensor: Tensor) -> Bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    found: Bytes = flat.view(torch.uint8).numpy()
-    return found
+def _bytes(tensor: Tensor) -> Frame:
+    """The memory of a tensor; a copy only if that is elsewhere, or not in one piece."""
+    flat = tensor.detach().cpu().contiguous()
+    if not flat.numel():
+        return b""
+    if flat.dtype is torch.bfloat16:  # numpy has none
+        flat = flat.view(torch.int16)
+    return flat.numpy().data.cast("B")
 
 
-def _padded(values: Bytes) -> tuple[Bytes, ...]:
-    missing = aligned(len(values)) - len(values)
-    return (values, np.zeros(missing, np.uint8)) if missing else (values,)
+def _padded(values: Frame) -> Frame:
+    missing = -len(values) % ALIGNMENT
+    return b"".join((values, bytes(missing))) if missing else values
 
 
-def _tensor(pieces: list[Bytes], dtype: torch.dtype) -> Tensor:
-    """One tensor; without a copy if there is one large piece, which then is aligned."""
-    is_view = len(pieces) == 1 and pieces[0].ctypes.data % dtype.itemsize == 0
-    whole = pieces[0] if is_view else np.concatenate(pieces)
-    return torch.from_numpy(whole).view(dtype)
+def _tensor(pieces: Sequence[memoryview], dtype: torch.dtype) -> Tensor:
+    """One tensor; without a copy if there is one piece that is aligned and may be written to."""
+    tensors = [_raw(piece) for piece in pieces]
+    is_view = len(tensors) == 1 and tensors[0].data_ptr() % dtype.itemsize == 0
+    return (tensors[0] if is_view else torch.cat(tensors)).view(dtype)
+
+
+def _raw(piece: memoryview) -> Tensor:
+    if not len(piece):
+        return torch.empty(0, dtype=torch.uint8)
+    # torch has no tensors that cannot be written to, and warns.
+    return torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=torch.uint8)

@@ -1,15 +1,15 @@
 """Which rows a batch needs, and from which server: pure numpy, no message, no torch.
 
-Called by ``ps/visit.py``. Tables of the same kind are planned together, in one sort: each id
-becomes a key of server, table and id; what is left after removing duplicates stands in the order
-of the messages, so a server's share is a slice of everything, and so is a table's share of that.
+Called by ``ps/planner.py`` where there is no native core, and where that says no. Tables of the
+same kind are planned together, in one sort: each id becomes a key of server, table and id; what is
+left after removing duplicates stands in the order of the messages, so a server's share is a slice
+of everything, and so is a table's share of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,16 +49,6 @@ class Found:
     twice: Flags
     thrice: Flags
 
-    @cached_property
-    def _starts(self) -> list[int]:
-        found: list[int] = self.starts.tolist()
-        return found
-
-    def span(self, server: int) -> tuple[int, int]:
-        """Where a server's rows begin and end."""
-        first = server * self.tables
-        return self._starts[first], self._starts[first + self.tables]
-
     def counts(self, server: int) -> Ints:
         """How many rows of each table a server has."""
         first = server * self.tables
@@ -91,6 +81,7 @@ class Layout:
 
     Attributes:
         is_ordered: Whether all rows found are in the order of their ids.
+        packed: The same facts for the native core.
     """
 
     def __init__(
@@ -107,6 +98,7 @@ class Layout:
         self._rows = np.array(rows, np.int64)
         self._sharding = sharding
         self._servers = servers
+        self.packed = _packed(rows, sharding, servers, homes)
         self._homes = np.array(homes, np.int64)
         self._tables = np.arange(len(rows), dtype=np.int64) << ID_BITS
         shift = ID_BITS + TABLE_BITS
@@ -181,6 +173,14 @@ class Layout:
                 table=name,
                 id=int(flat[at]),
             )
+
+
+def _packed(rows: Sequence[int], sharding: Sharding, servers: int, homes: Sequence[int]) -> bytes:
+    """As ``Layout`` of ``native/plan.c``. Cut by rows on one server is whole on that server."""
+    is_whole = sharding is Sharding.TABLE or servers == 1
+    homes = homes if sharding is Sharding.TABLE else [0] * len(rows)
+    kind = 0 if is_whole else 1 if sharding is Sharding.HASH else 2
+    return np.array([len(rows), servers, kind, *rows, *homes], np.int64).tobytes()
 
 
 def _firsts(ordered: Ints) -> Flags:

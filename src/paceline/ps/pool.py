@@ -12,12 +12,17 @@ other tables, or with places in the order of servers, the order among equal ids 
 matters for three equal ids in a sum (a + b is b + a), and for two where each is scaled first
 (mean, weights, frequency): only tables with such ids get a call of their own. ``max`` and
 ``nn.Embedding`` do not sort.
+
+Tables with the same bags are backed through abreast (see the note in ``ps/planner.py``): by one
+call where nothing is scaled, because ``1 * x + y`` is rounded once however wide a row is; by one
+call each where something is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,15 +35,16 @@ from paceline.ps.plan import Flags, Ints
 from paceline.torch_private import (
     embedding_backward,
     embedding_bag_backward,
+    embedding_bag_dense_backward,
     embedding_bag_forward,
     embedding_bag_weights_backward,
 )
 
 _MODES = {"sum": 0, "mean": 1, "max": 2}
+_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One call of ``embedding_bag``: what went in, and what came out for its backward."""
 
     places: Tensor
@@ -59,48 +65,47 @@ class Pool:
 
     def __init__(self, part: RowsPart) -> None:
         self.part = part
+        self._plan = part.plan
         self._inputs = part.inputs
         self._kin = part.group.kin
         self._call: _Call | None = None
         self._rows: Tensor | None = None
 
-    def forward(self, rows: Tensor) -> list[Tensor]:
+    def forward(self, rows: Tensor) -> Sequence[Tensor]:
         """What each table of the part makes of its rows."""
-        inputs = self._inputs
-        rows = rows.to(inputs[0].device)
-        places = torch.from_numpy(self.part.found.inverse).to(rows.device)
+        inputs, plan, kin = self._inputs, self._plan, self._kin
+        places, offsets, bag_of = plan.places, plan.offsets, plan.bag_of
+        device = inputs[0].device
+        if device != _CPU:
+            rows, places, offsets = rows.to(device), places.to(device), offsets.to(device)
+            bag_of = None
         if inputs[0].offsets is None:
             return [F.embedding(places.view(inputs[0].shape), rows)]
-        offsets = torch.from_numpy(_offsets(inputs)).to(rows.device)
-        weights, padding = _weights(inputs), self._padding()
-        kin = self._kin
-        pooled, *found = embedding_bag_forward(
+        weights = _weights(inputs) if kin.is_weighted else None
+        padding = self._padding()
+        pooled, offset2bag, *found = embedding_bag_forward(
             *(rows, places, offsets, kin.scale_grad_by_freq, _MODES[kin.mode], kin.sparse),
             *(weights, False, padding),
         )
-        self._call = _Call(places, offsets, weights, padding, *found)
+        if bag_of is not None and not offset2bag.numel():
+            offset2bag = bag_of  # else torch computes it in backward
+        self._call = _Call(places, offsets, weights, padding, offset2bag, *found)
         if weights is not None and weights.requires_grad:
             self._rows = rows
         return _cut(pooled, [each.bags for each in inputs])
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """The gradient of the rows, None if no table has one. Notes which tables have one."""
-        is_used = np.array([gradient is not None for gradient in gradients])
-        if not is_used.any():
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
             return None
-        self.part.is_used = None if is_used.all() else is_used
+        is_complete = len(given) == len(gradients)
+        self.part.is_used = None if is_complete else np.array([g is not None for g in gradients])
         if self._call is None:
-            return self._backward_of_embedding(gradients[0])
-        whole = self._joined(gradients)
-        apart = self._apart()
-        count = len(self.part.found.ids)
-        if apart[is_used].all():
-            rows = whole.new_zeros((count, self._kin.dim))
-        else:
-            rows = self._backward(self._call, whole, count)
-        for table in np.flatnonzero(apart & is_used).tolist():
-            self._backward_of_table(table, gradients[table], rows)
-        return rows
+            return self._backward_of_embedding(given[0])
+        if is_complete and self._is_abreast():
+            return self._backward_abreast(self._call, given)
+        return self._backward_of_tables(self._call, gradients)
 
     def weights_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient of the weights of each table, None where none is wanted."""
@@ -111,7 +116,7 @@ class Pool:
             *(self._joined(gradients), self._rows, call.places, call.offsets, call.offset2bag),
             *(_MODES["sum"], call.padding),
         )
-        return list(found.split([len(each.ids) for each in self._inputs]))
+        return list(found.split([each.count for each in self._inputs]))
 
     def _backward(self, call: _Call, gradient: Tensor, count: int) -> Tensor:
         kin = self._kin
@@ -122,52 +127,94 @@ class Pool:
         )
         return found.coalesce().to_dense() if kin.sparse else found
 
-    def _backward_of_table(self, table: int, gradient: Tensor | None, rows: Tensor) -> None:
+    def _is_abreast(self) -> bool:
+        kin, plan = self._kin, self._plan
+        is_here = self._inputs[0].device == _CPU
+        if plan.abreast is None or not is_here or kin.sparse or kin.mode == "max":
+            return False
+        # By one call always, by one call each where there must be one each anyway.
+        return not kin.is_scaled or 1 in plan.repeats
+
+    def _backward_abreast(self, call: _Call, gradients: list[Tensor]) -> Tensor:
+        """Lines of the rows of all tables for each id, then cut into rows of the plan."""
+        assert self._plan.abreast is not None
+        ranks, gather = self._plan.abreast
+        kin, count = self._kin, self._plan.distinct // len(gradients)
+        bag_of = call.offset2bag[: len(ranks)]
+
+        def lines(gradient: Tensor, weights: Tensor | None) -> Tensor:
+            found: Tensor = embedding_bag_dense_backward(
+                *(gradient, ranks, bag_of, call.bag_size, call.max_indices, count),
+                *(kin.scale_grad_by_freq, _MODES[kin.mode], weights, -1),
+            )
+            return found
+
+        if not kin.is_scaled:
+            wide = lines(torch.cat(gradients, 1), None)
+        else:
+            weights: Any = repeat(None) if call.weights is None else call.weights.split(len(ranks))
+            pairs = zip(gradients, weights, strict=False)
+            wide = torch.cat([lines(gradient.contiguous(), own) for gradient, own in pairs], 1)
+        return wide.view(-1, kin.dim).index_select(0, gather)
+
+    def _backward_of_tables(self, call: _Call, gradients: Sequence[Tensor | None]) -> Tensor:
+        """All tables by one call, or those for which that would change a bit by their own."""
+        is_used = np.array([gradient is not None for gradient in gradients])
+        whole = self._joined(gradients)
+        apart = self._apart()
+        if apart[is_used].all():
+            rows = whole.new_zeros((self._plan.distinct, self._kin.dim))
+        else:
+            rows = self._backward(call, whole, self._plan.distinct)
+        for table in np.flatnonzero(apart & is_used).tolist():
+            self._backward_of_table(call, table, gradients[table], rows)
+        return rows
+
+    def _backward_of_table(
+        self, call: _Call, table: int, gradient: Tensor | None, rows: Tensor
+    ) -> None:
         """One table by itself, with places in the order of its ids."""
-        assert self._call is not None
         assert gradient is not None
-        order = self.part.found.places(table)
-        rank = np.empty(len(self.part.found.ids), np.int64)
+        order = self._plan.found.places(table)
+        rank = np.empty(self._plan.distinct, np.int64)
         rank[order] = np.arange(len(order))
-        call = self._call_of_table(self._call, table, rank)
+        call = self._call_of_table(call, table, rank)
         rows[torch.from_numpy(order)] = self._backward(call, gradient.contiguous(), len(order))
 
     def _call_of_table(self, call: _Call, table: int, rank: Ints) -> _Call:
         before = self._inputs[:table]
-        first = sum(len(each.ids) for each in before)
-        ids = slice(first, first + len(self._inputs[table].ids))
-        first = sum(each.bags for each in before)
-        bags = slice(first, first + self._inputs[table].bags)
-        offsets = self._inputs[table].offsets
-        assert offsets is not None
+        first = sum(each.count for each in before)
+        ids = slice(first, first + self._inputs[table].count)
+        first_bag = sum(each.bags for each in before)
+        bags = slice(first_bag, first_bag + self._inputs[table].bags)
         return _Call(
-            torch.from_numpy(rank[self.part.found.inverse[ids]]).to(call.places.device),
-            torch.from_numpy(offsets).to(call.places.device),
+            torch.from_numpy(rank[self._plan.found.inverse[ids]]).to(call.places.device),
+            call.offsets[bags] - first,
             None if call.weights is None else call.weights[ids],
             int(rank[call.padding]) if 0 <= call.padding < len(rank) else call.padding,
-            call.offset2bag[ids] - first if len(call.offset2bag) else call.offset2bag,
+            call.offset2bag[ids] - first_bag if len(call.offset2bag) else call.offset2bag,
             call.bag_size[bags],
             call.max_indices,
         )
 
-    def _backward_of_embedding(self, gradient: Tensor | None) -> Tensor:
-        assert gradient is not None
-        places = torch.from_numpy(self.part.found.inverse).to(gradient.device)
+    def _backward_of_embedding(self, gradient: Tensor) -> Tensor:
+        places = self._plan.places.to(gradient.device)
         found: Tensor = embedding_backward(
-            *(gradient, places.view(self._inputs[0].shape), len(self.part.found.ids)),
+            *(gradient, places.view(self._inputs[0].shape), self._plan.distinct),
             *(self._padding(), self._kin.scale_grad_by_freq, self._kin.sparse),
         )
         return found.coalesce().to_dense() if self._kin.sparse else found
 
     def _apart(self) -> Flags:
         """Which tables need a backward of their own; see the note above."""
-        kin, found = self._kin, self.part.found
+        kin, plan = self._kin, self._plan
         if kin.mode == "max" or self.part.group.layout.is_ordered:
-            return np.zeros(found.tables, np.bool_)
-        if kin.sparse:
-            return np.ones(found.tables, np.bool_)
-        is_scaled = kin.mode == "mean" or kin.is_weighted or kin.scale_grad_by_freq
-        return found.twice if is_scaled else found.thrice
+            return np.zeros(plan.tables, np.bool_)
+        # Torch divides by the frequency of an id that stands elsewhere in the sorted list, as soon
+        # as any id before comes twice.
+        if kin.sparse or (kin.scale_grad_by_freq and 1 in plan.repeats):
+            return np.ones(plan.tables, np.bool_)
+        return plan.twice if kin.is_scaled else plan.thrice
 
     def _padding(self) -> int:
         """Where the padding row is in the matrix, or -1; only a table that is alone has one.
@@ -179,8 +226,8 @@ class Pool:
         padding = group.places[0].padding
         if padding is None:
             return -1
-        place = self.part.found.place(padding, 0, group.layout.owner_of(0, padding))
-        return len(self.part.found.ids) if place is None else place
+        place = self._plan.found.place(padding, 0, group.layout.owner_of(0, padding))
+        return self._plan.distinct if place is None else place
 
     def _joined(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradient of all bags, zeros for tables without one."""
@@ -195,17 +242,6 @@ class Pool:
         )
 
 
-def _offsets(inputs: Sequence[FlatBags]) -> Ints:
-    """Where bags begin in the ids of all tables, one table after the other."""
-    starts = [each.offsets for each in inputs if each.offsets is not None]
-    if len(starts) == 1:
-        return starts[0]
-    offsets = np.concatenate(starts)
-    ends = np.cumsum([0, *(len(each.ids) for each in inputs[:-1])])
-    offsets += np.repeat(ends, [each.bags for each in inputs])
-    return offsets
-
-
 def _weights(inputs: Sequence[FlatBags]) -> Tensor | None:
     weights = [each.weights for each in inputs if each.weights is not None]
     if not weights:
@@ -213,13 +249,6 @@ def _weights(inputs: Sequence[FlatBags]) -> Tensor | None:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _cut(pooled: Tensor, bags: Sequence[int]) -> list[Tensor]:
+def _cut(pooled: Tensor, bags: list[int]) -> Sequence[Tensor]:
     """The bags of each table. Not views for autograd: users may change one in place."""
-    if len(bags) == 1:
-        return [pooled]
-    storage, dim, at = pooled.untyped_storage(), pooled.shape[1], 0
-    outputs = []
-    for count in bags:
-        outputs.append(pooled.new_empty(0).set_(storage, at, (count, dim), (dim, 1)))
-        at += count * dim
-    return outputs
+    return [pooled] if len(bags) == 1 else pooled.unsafe_split_with_sizes(bags)

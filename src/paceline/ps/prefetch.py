@@ -16,6 +16,7 @@ its pushes, and its *open graphs*: forwards whose backward has not pushed yet an
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class Announcements:
 
     def add(self, batch: Any, visit: Visit, epoch: int) -> None:
         """Keep a batch until it is used."""
-        versions = tuple(each._version for each in _tensors(batch))
+        versions = tuple([each._version for each in _tensors(batch)])
         self._waiting.append(_Announced(batch, versions, visit, epoch))
         if len(self._waiting) > self.staleness + 1:
             dropped = self._waiting.pop(0)
@@ -103,22 +104,44 @@ class Announcements:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
+    """The tensors of a batch; those of tables that share their bags once."""
     if isinstance(batch, Tensor):
         return [batch]
-    values = batch.values() if isinstance(batch, dict) else batch
-    return [tensor for value in values if value is not None for tensor in _tensors(value)]
+    if not isinstance(batch, Mapping):
+        return [each for each in batch if each is not None]
+    found: list[Tensor] = []
+    last = None
+    for bags in batch.values():
+        if bags is not last:
+            found.extend(_tensors(bags))
+            last = bags
+    return found
 
 
 def _is_same(batch: Any, announced: Any, versions: tuple[int, ...]) -> bool:
     """Say whether a batch is the announced one: its tensors, or equal ones, unchanged since."""
-    if type(batch) is not type(announced):
+    if tuple([each._version for each in _tensors(announced)]) != versions:
         return False
-    if isinstance(batch, dict) and batch.keys() != announced.keys():
+    if not isinstance(batch, Mapping):
+        return _are_equal(batch, announced)
+    if not isinstance(announced, Mapping) or batch.keys() != announced.keys():
         return False
-    ours, theirs = _tensors(batch), _tensors(announced)
-    if len(ours) != len(theirs) or tuple(each._version for each in theirs) != versions:
+    ours = theirs = None
+    for name, bags in batch.items():
+        other = announced[name]
+        if bags is not ours or other is not theirs:
+            if not _are_equal(bags, other):
+                return False
+            ours, theirs = bags, other
+    return True
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Say whether two tables' inputs are the same: a tensor, or Bags."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
         return False
-    return all(
-        one is other or (one.shape == other.shape and one.dtype == other.dtype and one.equal(other))
-        for one, other in zip(ours, theirs, strict=True)
-    )
+    if not isinstance(one, Tensor):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return one.shape == other.shape and one.dtype == other.dtype and one.equal(other)

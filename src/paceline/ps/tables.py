@@ -24,6 +24,7 @@ from paceline.ps.inputs import FlatBags
 from paceline.ps.parts import BagsPart, Part, RowsPart
 from paceline.ps.placement import attach
 from paceline.ps.plan import MOST_TABLES
+from paceline.ps.planner import Plan, planned
 from paceline.ps.prefetch import Announcements
 from paceline.ps.visit import Stage, Visit
 
@@ -60,10 +61,11 @@ class Tables:
         self.is_trained = True
         self.announced = Announcements(staleness)
         self._grad_scale = grad_scale
-        self._groups: dict[tuple[tuple[int, bool, bool], ...], list[Group]] = {}
+        self._groups: dict[Any, list[Group]] = {}
         self._may_pool = [
             config.pooling != "trainer" and config.may_pool(len(servers)) for config in configs
         ]
+        self._is_forced = any(config.pooling == "server" for config in configs)
         self._open: weakref.WeakSet[Visit] = weakref.WeakSet()
         self._lock = threading.RLock()
         # Autograd calls a backward only for what hangs on something that requires a gradient.
@@ -85,8 +87,7 @@ class Tables:
             if visit.stage is Stage.PLANNED:
                 visit.ask(self.pushes)
         anchor = self._anchor if self.is_trained else self._anchor.detach()
-        weights = [each.weights for pool in visit.pools for each in pool.part.inputs]
-        found = _Lookup.apply(anchor, visit, self, *weights)  # type: ignore[no-untyped-call]
+        found = _Lookup.apply(anchor, visit, self, *visit.weights())  # type: ignore[no-untyped-call]
         return dict(zip(visit.tables, found, strict=True))
 
     def push(self, visit: Visit, gradients: Sequence[Tensor | None]) -> None:
@@ -114,21 +115,29 @@ class Tables:
     def _parts(self, group: Group, inputs: Batch) -> Iterator[Part]:
         """Decide for each table who pools; what trainers pool is planned together."""
         mine = [inputs[table] for table in group.tables]
-        found = group.layout.find([each.ids for each in mine])
-        pooled = [
-            at
-            for at, each in enumerate(mine)
-            if self._may_pool[group.tables[at]]
-            and self._is_pooled_by_server(group, at, each, found.starts)
-        ]
+        plan = planned(group, mine, self.lrs)
+        pooled = self._pooled_by_servers(group, mine, plan)
         for at in pooled:
             yield BagsPart(group.tables[at], group.places[at], mine[at])
         if not pooled:
-            yield RowsPart(group, found, mine)
+            yield RowsPart(group, plan, mine)
         elif rest := {t: inputs[t] for at, t in enumerate(group.tables) if at not in pooled}:
             for smaller in self.groups_of(rest):
                 left = [rest[table] for table in smaller.tables]
-                yield RowsPart(smaller, smaller.layout.find([each.ids for each in left]), left)
+                yield RowsPart(smaller, planned(smaller, left, self.lrs), left)
+
+    def _pooled_by_servers(self, group: Group, mine: list[FlatBags], plan: Plan) -> list[int]:
+        """Which tables of a group, by their places in it."""
+        if not self._is_forced:
+            most = max([each.count for each in mine])
+            if most * (8 + group.row_bytes) <= WORTH_BYTES:
+                return []  # no table can spare that much
+        return [
+            at
+            for at, each in enumerate(mine)
+            if self._may_pool[group.tables[at]]
+            and self._is_pooled_by_server(group, at, each, plan.found.starts)
+        ]
 
     def _is_pooled_by_server(self, group: Group, at: int, bags: FlatBags, starts: Any) -> bool:
         place = group.places[at]
@@ -141,17 +150,12 @@ class Tables:
 
     def groups_of(self, inputs: Batch) -> list[Group]:
         """The tables of a batch, by kin."""
-        key = tuple(
-            [
-                (table, bags.weights is not None, bags.offsets is not None)
-                for table, bags in inputs.items()
-            ]
-        )
+        key = (tuple(inputs), *[bags.form for bags in inputs.values()])
         groups = self._groups.get(key)
         if groups is None:
             kins: dict[Kin, list[int]] = {}
-            for table, is_weighted, is_bags in key:
-                kin = kin_of(table, self.places[table].config, is_weighted, is_bags)
+            for table, bags in inputs.items():
+                kin = kin_of(table, self.places[table].config, *bags.form)
                 kins.setdefault(kin, []).append(table)
             groups = [
                 Group(tables, [self.places[table] for table in tables], kin)
@@ -172,8 +176,8 @@ WORTH_BYTES = 64 << 10
 
 def _is_smaller(bags: FlatBags, rows: int, row_bytes: int) -> bool:
     """Say whether pooled bags spare enough bytes; both ways are the same size."""
-    weights = 0 if bags.weights is None else len(bags.ids) * bags.weights.itemsize
-    as_bags = 8 * (len(bags.ids) + bags.bags) + weights + bags.bags * row_bytes
+    weights = 0 if bags.weights is None else bags.count * bags.weights.itemsize
+    as_bags = 8 * (bags.count + bags.bags) + weights + bags.bags * row_bytes
     return as_bags + WORTH_BYTES < rows * (8 + row_bytes)
 
 

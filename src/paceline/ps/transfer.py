@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.errors import BagsError, TensorsError
 from paceline.ps.inputs import FlatBags, flat_ids
 from paceline.ps.parts import RowsPart, message
+from paceline.ps.planner import planned
 from paceline.ps.tables import Tables
 from paceline.ps.visit import Visit
 from paceline.ps.wire import Kind
@@ -28,9 +29,9 @@ def read_rows(tables: Tables, table: int, ids: Tensor) -> Tensor:
     """
     config = tables.places[table].config
     flat = flat_ids(config.name, ids)
-    rows = torch.empty((len(flat.ids), config.embedding_dim), dtype=config.dtype)
+    rows = torch.empty((flat.count, config.embedding_dim), dtype=config.dtype)
     step = _piece(tables, table)
-    for at in range(0, len(flat.ids), step):
+    for at in range(0, flat.count, step):
         part = _part(tables, table, flat, at, at + step)
         visit = Visit([part], tables.servers.channels)
         visit.ask(0)
@@ -48,24 +49,24 @@ def write_rows(tables: Tables, table: int, ids: Tensor, rows: Tensor) -> None:
     """
     config = tables.places[table].config
     flat = flat_ids(config.name, ids)
-    expected = (len(flat.ids), config.embedding_dim)
+    expected = (flat.count, config.embedding_dim)
     if tuple(rows.shape) != expected or rows.dtype != config.dtype:
         raise TensorsError(
-            f"table {config.name!r}: {len(flat.ids)} ids are written by rows of shape {expected} "
+            f"table {config.name!r}: {flat.count} ids are written by rows of shape {expected} "
             f"and {config.dtype}, not {tuple(rows.shape)} and {rows.dtype}"
         )
-    if len(np.unique(flat.ids)) != len(flat.ids):
+    if len(np.unique(flat.ids_array)) != flat.count:
         raise BagsError(f"table {config.name!r}: an id comes twice: which row is meant?")
     tables.servers.epoch += 1
     step = _piece(tables, table)
-    for at in range(0, len(flat.ids), step):
+    for at in range(0, flat.count, step):
         _write(tables, _part(tables, table, flat, at, at + step), rows[at : at + step])
     tables.servers.flush()
 
 
 def _write(tables: Tables, part: RowsPart, rows: Tensor) -> None:
     ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    ordered[torch.from_numpy(part.found.inverse)] = rows.detach()
+    ordered[part.plan.places] = rows.detach()
     values = part.gradient(ordered)
     asked = []
     for server, channel in enumerate(tables.servers.channels):
@@ -78,9 +79,9 @@ def _write(tables: Tables, part: RowsPart, rows: Tensor) -> None:
 
 def _part(tables: Tables, table: int, flat: FlatBags, low: int, high: int) -> RowsPart:
     ids = flat.ids[low:high]
-    piece = FlatBags(ids, None, None, torch.Size([len(ids)]), flat.device)
+    piece = FlatBags(ids, None, None, ids.shape, flat.device)
     (group,) = tables.groups_of({table: piece})
-    return RowsPart(group, group.layout.find([piece.ids]), [piece])
+    return RowsPart(group, planned(group, [piece], tables.lrs), [piece])
 
 
 def _piece(tables: Tables, table: int) -> int:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 from torch import Tensor
 
 from paceline.errors import ServerError
 from paceline.ps.channel import Channel
 from paceline.ps.ledger import Pending
-from paceline.ps.parts import BagsPart, Bytes, Part, RowsPart, message
+from paceline.ps.parts import BagsPart, Part, RowsPart, message
 from paceline.ps.pool import Pool
-from paceline.ps.wire import Frame, Kind, read_head
+from paceline.ps.wire import Frame, Kind, is_repeated
 
 
 class Stage(enum.Enum):
@@ -96,11 +95,17 @@ class Visit:
         sent = [self._push(server, given, lrs) for server in range(len(self._channels))]
         return any(sent)
 
+    def weights(self) -> list[Tensor | None]:
+        """The weights of all tables that have some and whose rows travel."""
+        pools = [pool for pool in self.pools if pool.part.group.kin.is_weighted]
+        return [each.weights for pool in pools for each in pool.part.inputs]
+
     def weights_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the weights of all tables whose rows travel."""
+        """The gradients of ``weights()``."""
         found: list[Tensor | None] = []
         for pool, mine in self._by_pool(gradients):
-            found.extend(pool.weights_backward(mine))
+            if pool.part.group.kin.is_weighted:
+                found.extend(pool.weights_backward(mine))
         return found
 
     def _gradients(
@@ -121,7 +126,7 @@ class Visit:
         for pool in self.pools:
             yield pool, [given[table] for table in pool.part.tables]
 
-    def _push(self, server: int, given: list[tuple[Part, Bytes]], lrs: Sequence[float]) -> bool:
+    def _push(self, server: int, given: list[tuple[Part, Frame]], lrs: Sequence[float]) -> bool:
         shares = [
             share
             for part, gradient in given
@@ -134,9 +139,8 @@ class Visit:
     def _distribute(self, channel: Channel, pending: Pending, frames: list[Frame]) -> None:
         server = channel.index
         sizes = [part.reply_bytes(server) for part in self.parts]
-        head, records = read_head(frames[0])
         # A FOUND repeats the records of its LOOKUP: then all sizes are the expected ones.
-        is_expected = head.kind is Kind.FOUND and len(frames) == 3 and records == pending.tail
+        is_expected = len(frames) == 3 and is_repeated(frames[0], Kind.FOUND, pending.tail)
         if not is_expected or len(frames[2]) != sum(sizes):
             raise ServerError(
                 f"server {server} ({channel.address}) answered a {pending.what} with something "
@@ -145,7 +149,7 @@ class Visit:
                 address=channel.address,
                 operation=pending.what,
             )
-        values = np.frombuffer(frames[2], np.uint8)
+        values = memoryview(frames[2])
         at = 0
         for part, size in zip(self.parts, sizes, strict=True):
             if size:

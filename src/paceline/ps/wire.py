@@ -262,6 +262,14 @@ def read_head(frame: Frame) -> tuple[Head, memoryview]:
     return _unpack_head(first)[0], first[_HEAD.size :]
 
 
+def is_repeated(frame: Frame, kind: Kind, records: bytes) -> bool:
+    """Say whether the first frame of a message, whose head was read, is of this kind and has
+    these records."""
+    first = memoryview(frame)
+    return first[_KIND_AT] == kind and first[_HEAD.size :] == records
+
+
+_KIND_AT = 6
 # By number: to call an enum takes ten times as long.
 _KINDS = {kind.value: kind for kind in Kind}
 _FORMS = {form.value: form for form in Form}

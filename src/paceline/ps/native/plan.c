@@ -1,5 +1,475 @@
+/* A trainer's plan of a batch: which rows, of which server, and the lookup for each of them.
+ *
+ * Called by `ps/planner.py`; `Layout.find` of `ps/plan.py` says the same in numpy, and a test
+ * compares the two. All tables of a group are planned by one call. Tables that follow each other
+ * with the same ids (the same memory) are sorted once.
+ *
+ * What comes in was checked by whoever calls, except for ids and their ranges: ids are read once,
+ * so that another thread that writes to them cannot make this code leave its arrays. */
+#include <stdint.h>
+#include <string.h>
+
 #include "native.h"
 
+enum { BY_TABLE = 0, BY_HASH = 1, BY_RANGE = 2 };
+enum { RECORD_BYTES = 32, RECORD_IDS = 8, RECORD_LR = 24 }; /* size and fields, see wire.py */
+enum { FEW = 48, MANY = 4096 };             /* ids: insertion sort up to, large digits from */
+
+typedef struct {
+    uint64_t id;
+    uint64_t at;
+} Entry;
+
+/* As `Group.native_layout` packs it; followed by rows[tables], homes[tables]. */
+typedef struct {
+    int64_t tables, servers, sharding;
+    int64_t numbers[];
+} Layout;
+
+/* Sorted ids: of one table, or of several with the same ids. */
+typedef struct {
+    const int64_t *ids;
+    int64_t count, distinct;
+    uint64_t largest, rows;
+    uint64_t *values; /* the distinct ids, in order */
+    int64_t *ranks;   /* for each id, which of the distinct ones it is */
+    int32_t *owners;  /* for each distinct id, its server; unused with BY_TABLE */
+    int64_t *shares;  /* for each server, how many distinct ids; unused with BY_TABLE */
+    unsigned char twice, thrice;
+} Source;
+
+typedef struct {
+    const int64_t *ids, *offsets;
+    int64_t count, bags;
+    Source *source;
+} Input;
+
+/* Where results go; the order is that of `planner.py`. */
+typedef struct {
+    int64_t *places, *bag_of, *offsets, *ranks, *gather, *ids, *starts;
+} Results;
+
+typedef struct {
+    const Layout *layout;
+    const uint64_t *rows;
+    const int64_t *homes;
+    Input *inputs;
+    Source *sources;
+    int64_t source_count, ids, bags, largest_input;
+    Entry *entries; /* two buffers */
+    Results results;
+} Plan;
+
+/* ---- sorting ------------------------------------------------------------------------------- */
+
+static void sort_few(Entry *entries, int64_t count) {
+    for (int64_t at = 1; at < count; at++) {
+        Entry moved = entries[at];
+        int64_t hole = at;
+        for (; hole > 0 && entries[hole - 1].id > moved.id; hole--) {
+            entries[hole] = entries[hole - 1];
+        }
+        entries[hole] = moved;
+    }
+}
+
+static void sort_by_digit(const Entry *from, Entry *to, int64_t count, int shift, int bits) {
+    int64_t starts[1 << 11];
+    uint64_t mask = (UINT64_C(1) << bits) - 1;
+    memset(starts, 0, sizeof(int64_t) << bits);
+    for (int64_t at = 0; at < count; at++) {
+        starts[(from[at].id >> shift) & mask]++;
+    }
+    int64_t before = 0;
+    for (uint64_t digit = 0; digit <= mask; digit++) {
+        int64_t here = starts[digit];
+        starts[digit] = before;
+        before += here;
+    }
+    for (int64_t at = 0; at < count; at++) {
+        to[starts[(from[at].id >> shift) & mask]++] = from[at];
+    }
+}
+
+/* Radix sort, least digit first, of as many digits as the largest id has. */
+static Entry *sorted(Entry *entries, Entry *other, int64_t count, uint64_t largest) {
+    if (count <= FEW) {
+        sort_few(entries, count);
+        return entries;
+    }
+    int bits = count >= MANY ? 11 : 8;
+    for (int shift = 0; shift < 64 && largest >> shift; shift += bits) {
+        sort_by_digit(entries, other, count, shift, bits);
+        Entry *swapped = entries;
+        entries = other;
+        other = swapped;
+    }
+    return entries;
+}
+
+/* ---- one source ---------------------------------------------------------------------------- */
+
+static void find_distinct(Source *source, const Entry *entries) {
+    int64_t distinct = 0, equal = 0;
+    for (int64_t at = 0; at < source->count; at++) {
+        if (at > 0 && entries[at].id == entries[at - 1].id) {
+            equal++;
+            source->twice = 1;
+            source->thrice |= equal >= 2;
+        } else {
+            equal = 0;
+            source->values[distinct++] = entries[at].id;
+        }
+        source->ranks[entries[at].at] = distinct - 1;
+    }
+    source->distinct = distinct;
+}
+
+/* The same as `owners` of ps/sharding.py. */
+static void find_owners(const Plan *plan, Source *source) {
+    uint64_t servers = (uint64_t)plan->layout->servers, passed = 0;
+    memset(source->shares, 0, sizeof(int64_t) * servers);
+    for (int64_t at = 0; at < source->distinct; at++) {
+        uint64_t id = source->values[at], owner;
+        if (plan->layout->sharding == BY_HASH) {
+            owner = (((id * UINT64_C(0x9E3779B97F4A7C15)) >> 32) * servers) >> 32;
+        } else { /* ids grow, and so does the index of the server that has them */
+            while (passed + 1 < servers && source->rows * (passed + 1) / servers <= id) {
+                passed++;
+            }
+            owner = passed;
+        }
+        source->owners[at] = (int32_t)owner;
+        source->shares[owner]++;
+    }
+}
+
+static void read_source(const Plan *plan, Source *source) {
+    Entry *entries = plan->entries;
+    for (int64_t at = 0; at < source->count; at++) {
+        uint64_t id = (uint64_t)source->ids[at]; /* a negative one becomes too large */
+        entries[at] = (Entry){id, (uint64_t)at};
+        source->largest = id > source->largest ? id : source->largest;
+    }
+    entries = sorted(entries, entries + plan->largest_input, source->count, source->largest);
+    find_distinct(source, entries);
+    if (plan->layout->sharding != BY_TABLE) {
+        find_owners(plan, source);
+    }
+}
+
+static int is_same(const Plan *plan, const Input *input, const Source *source, uint64_t rows) {
+    return input->ids == source->ids && input->count == source->count &&
+           (plan->layout->sharding != BY_RANGE || rows == source->rows);
+}
+
+/* Sort what each table has; 0 if an id is out of range. */
+static int read_sources(Plan *plan, uint64_t *values, int64_t *ranks, int64_t *shares,
+                        int32_t *owners) {
+    for (int64_t table = 0; table < plan->layout->tables; table++) {
+        Input *input = plan->inputs + table;
+        Source *source = plan->sources + plan->source_count - 1;
+        uint64_t rows = plan->rows[table];
+        if (table == 0 || !is_same(plan, input, source, rows)) {
+            source = plan->sources + plan->source_count++;
+            *source = (Source){.ids = input->ids, .count = input->count, .rows = rows,
+                               .values = values, .ranks = ranks, .owners = owners,
+                               .shares = shares};
+            values += input->count;
+            ranks += input->count;
+            owners += input->count;
+            shares += plan->layout->servers;
+            read_source(plan, source);
+        }
+        if (source->count && source->largest >= rows) {
+            return 0;
+        }
+        input->source = source;
+    }
+    return 1;
+}
+
+/* ---- results ------------------------------------------------------------------------------- */
+
+static int64_t share_of(const Plan *plan, int64_t table, int64_t server) {
+    const Source *source = plan->inputs[table].source;
+    if (plan->layout->sharding == BY_TABLE) {
+        return plan->homes[table] == server ? source->distinct : 0;
+    }
+    return source->shares[server];
+}
+
+static void write_starts(const Plan *plan) {
+    int64_t *start = plan->results.starts, before = 0;
+    for (int64_t server = 0; server < plan->layout->servers; server++) {
+        for (int64_t table = 0; table < plan->layout->tables; table++) {
+            *start++ = before;
+            before += share_of(plan, table, server);
+        }
+    }
+    *start = before;
+}
+
+/* One table's rows: where each distinct id is. `places_of` and `next` are scratch. */
+static void write_ids(const Plan *plan, int64_t table, int64_t *places_of, int64_t *next) {
+    const Results *out = &plan->results;
+    const Source *source = plan->inputs[table].source;
+    int64_t tables = plan->layout->tables, home = plan->homes[table];
+    int is_whole = plan->layout->sharding == BY_TABLE;
+    for (int64_t server = 0; server < plan->layout->servers; server++) {
+        next[server] = out->starts[server * tables + table];
+    }
+    for (int64_t at = 0; at < source->distinct; at++) {
+        int64_t place = next[is_whole ? home : source->owners[at]]++;
+        places_of[at] = place;
+        out->ids[place] = (int64_t)source->values[at];
+        if (out->gather) {
+            out->gather[place] = at * tables + table;
+        }
+    }
+}
+
+static void write_bags(const Plan *plan, const Input *input, int64_t first_id, int64_t first_bag) {
+    const Results *out = &plan->results;
+    int64_t at = 0;
+    for (int64_t bag = 0; bag < input->bags; bag++) {
+        int64_t end = bag + 1 < input->bags ? input->offsets[bag + 1] : input->count;
+        out->offsets[first_bag + bag] = first_id + input->offsets[bag];
+        for (; at < end && at < input->count; at++) {
+            out->bag_of[first_id + at] = first_bag + bag;
+        }
+    }
+}
+
+static void write_results(const Plan *plan, int64_t *places_of, int64_t *next) {
+    const Results *out = &plan->results;
+    int64_t first_id = 0, first_bag = 0;
+    write_starts(plan);
+    for (int64_t table = 0; table < plan->layout->tables; table++) {
+        const Input *input = plan->inputs + table;
+        write_ids(plan, table, places_of, next);
+        for (int64_t at = 0; at < input->count; at++) {
+            out->places[first_id + at] = places_of[input->source->ranks[at]];
+        }
+        write_bags(plan, input, first_id, first_bag);
+        first_id += input->count;
+        first_bag += input->bags;
+    }
+    if (out->ranks) {
+        memcpy(out->ranks, plan->sources[0].ranks, sizeof(int64_t) * plan->sources[0].count);
+    }
+}
+
+/* ---- what Python gets ---------------------------------------------------------------------- */
+
+/* Records of the tables that have a row here, with or without their learning rates. */
+static PyObject *records_of(const int64_t *starts, int64_t tables, int64_t sections,
+                            const char *templates, int is_push) {
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, sections * RECORD_BYTES);
+    char *record = bytes == NULL ? NULL : PyBytes_AsString(bytes);
+    for (int64_t table = 0; record != NULL && table < tables; table++) {
+        int64_t count = starts[table + 1] - starts[table];
+        if (count) {
+            memcpy(record, templates + table * RECORD_BYTES, RECORD_BYTES);
+            memcpy(record + RECORD_IDS, &count, sizeof count);
+            if (!is_push) {
+                memset(record + RECORD_LR, 0, sizeof(double));
+            }
+            record += RECORD_BYTES;
+        }
+    }
+    return bytes;
+}
+
+/* What one server is sent; None if it has no row of this batch. */
+static PyObject *share_for(const Plan *plan, const char *records, int64_t server) {
+    int64_t tables = plan->layout->tables, sections = 0;
+    const int64_t *starts = plan->results.starts + server * tables;
+    const char *templates = records + server * tables * RECORD_BYTES;
+    for (int64_t table = 0; table < tables; table++) {
+        sections += starts[table + 1] > starts[table];
+    }
+    if (!sections) {
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("(NNLy#)", records_of(starts, tables, sections, templates, 0),
+                         records_of(starts, tables, sections, templates, 1), (long long)sections,
+                         (const char *)(plan->results.ids + starts[0]),
+                         (Py_ssize_t)((starts[tables] - starts[0]) * sizeof(int64_t)));
+}
+
+static PyObject *shares_for_all(const Plan *plan, const char *records) {
+    int64_t servers = plan->layout->servers;
+    PyObject *shares = PyTuple_New(servers);
+    for (int64_t server = 0; shares != NULL && server < servers; server++) {
+        PyObject *share = share_for(plan, records, server);
+        if (share == NULL || PyTuple_SetItem(shares, server, share) < 0) {
+            Py_CLEAR(shares);
+        }
+    }
+    return shares;
+}
+
+/* For each table two bytes: has it an id twice, has it one three times. */
+static PyObject *repeats(const Plan *plan) {
+    int64_t tables = plan->layout->tables;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, 2 * tables);
+    char *found = bytes == NULL ? NULL : PyBytes_AsString(bytes);
+    for (int64_t table = 0; found != NULL && table < tables; table++) {
+        found[table] = (char)plan->inputs[table].source->twice;
+        found[tables + table] = (char)plan->inputs[table].source->thrice;
+    }
+    return bytes;
+}
+
+/* ---- the call ------------------------------------------------------------------------------ */
+
+/* The addresses and lengths of each table's ids and offsets; 0 with an exception set. */
+static int read_inputs(Plan *plan, PyObject *list) {
+    for (int64_t table = 0; table < plan->layout->tables; table++) {
+        PyObject *four = PyList_GetItem(list, table);
+        long long found[4];
+        for (int at = 0; at < 4; at++) {
+            PyObject *number = four == NULL ? NULL : PyTuple_GetItem(four, at);
+            found[at] = number == NULL ? -1 : PyLong_AsLongLong(number);
+            if (found[at] == -1 && PyErr_Occurred()) {
+                return 0;
+            }
+        }
+        plan->inputs[table] = (Input){(const int64_t *)(intptr_t)found[0],
+                                      (const int64_t *)(intptr_t)found[2], found[1], found[3], NULL};
+        plan->ids += found[1];
+        plan->bags += found[3];
+        if (found[1] > plan->largest_input) {
+            plan->largest_input = found[1];
+        }
+    }
+    return 1;
+}
+
+/* Tables with the same bags in all: then places of one stand for all (see `planner.py`). */
+static int are_alike(const Plan *plan) {
+    const Input *first = plan->inputs;
+    for (int64_t table = 1; table < plan->layout->tables; table++) {
+        const Input *input = plan->inputs + table;
+        if (input->ids != first->ids || input->count != first->count ||
+            input->offsets != first->offsets || input->bags != first->bags) {
+            return 0;
+        }
+    }
+    return plan->layout->tables > 1 && plan->bags > 0;
+}
+
+static void lay_out(Plan *plan, int64_t *memory, int alike) {
+    Results *out = &plan->results;
+    out->places = memory;
+    out->bag_of = out->places + plan->ids;
+    out->offsets = out->bag_of + plan->ids;
+    out->ranks = out->offsets + plan->bags;
+    out->gather = out->ranks + plan->inputs[0].count;
+    out->ids = out->gather + plan->ids;
+    out->starts = out->ids + plan->ids;
+    if (!alike) {
+        out->ranks = out->gather = NULL;
+    }
+}
+
+static PyObject *planned(Plan *plan, const char *records, int64_t *memory) {
+    int64_t ids = plan->ids, largest = plan->largest_input, servers = plan->layout->servers;
+    int64_t tables = plan->layout->tables;
+    size_t numbers = 2 * ids + largest + servers * (tables + 1) + (ids + 1) / 2;
+    char *scratch = PyMem_Malloc(numbers * sizeof(int64_t) + 2 * largest * sizeof(Entry) +
+                                 tables * sizeof(Source) + sizeof(int64_t));
+    if (scratch == NULL) {
+        return PyErr_NoMemory();
+    }
+    plan->sources = (Source *)scratch;
+    plan->entries = (Entry *)(plan->sources + tables);
+    uint64_t *values = (uint64_t *)(plan->entries + 2 * largest);
+    int64_t *ranks = (int64_t *)(values + ids), *places_of = ranks + ids;
+    int64_t *next = places_of + largest, *shares = next + servers;
+    PyObject *result = NULL;
+    if (!read_sources(plan, values, ranks, shares, (int32_t *)(shares + servers * tables))) {
+        result = Py_BuildValue("");
+    } else {
+        int alike = are_alike(plan);
+        lay_out(plan, memory, alike);
+        write_results(plan, places_of, next);
+        PyObject *all = shares_for_all(plan, records);
+        PyObject *flags = all == NULL ? NULL : repeats(plan);
+        int64_t distinct = plan->results.starts[servers * tables];
+        result = flags == NULL ? NULL
+                               : Py_BuildValue("(LOOO)", (long long)distinct, all, flags,
+                                               alike ? Py_True : Py_False);
+        Py_XDECREF(all);
+        Py_XDECREF(flags);
+    }
+    PyMem_Free(scratch);
+    return result;
+}
+
+static const char plan_doc[] =
+    "plan(layout, records, inputs, memory) -> None | (distinct, shares, repeats, alike)\n\n"
+    "layout: as Group.native_layout; records: of all servers and tables, 32 bytes each; inputs: a\n"
+    "list of (address of ids, count, address of offsets, bags); memory: address of int64.\n"
+    "None: an id is out of range.";
+
+static PyObject *plan_batch(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    if (count != 4 || !PyBytes_Check(arguments[0]) || !PyBytes_Check(arguments[1]) ||
+        !PyList_Check(arguments[2])) {
+        PyErr_SetString(PyExc_TypeError, "plan(layout: bytes, records: bytes, inputs: list, memory: int)");
+        return NULL;
+    }
+    const Layout *layout = (const Layout *)PyBytes_AsString(arguments[0]);
+    long long memory = PyLong_AsLongLong(arguments[3]);
+    if (memory == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    if (PyList_Size(arguments[2]) != layout->tables ||
+        PyBytes_Size(arguments[1]) != layout->tables * layout->servers * RECORD_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "one input for each table, one record for each server too");
+        return NULL;
+    }
+    Plan plan = {.layout = layout, .rows = (const uint64_t *)layout->numbers,
+                 .homes = layout->numbers + layout->tables};
+    plan.inputs = PyMem_Malloc(layout->tables * sizeof(Input));
+    if (plan.inputs == NULL) {
+        return PyErr_NoMemory();
+    }
+    PyObject *result = NULL;
+    if (read_inputs(&plan, arguments[2])) {
+        result = planned(&plan, PyBytes_AsString(arguments[1]), (int64_t *)(intptr_t)memory);
+    }
+    PyMem_Free(plan.inputs);
+    return result;
+}
+
+static const char offsets_doc[] =
+    "are_offsets(address, bags, ids) -> bool\n\n"
+    "Whether offsets begin with 0, never shrink, and end within the ids.";
+
+static PyObject *are_offsets(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    long long found[3];
+    for (int at = 0; at < 3; at++) {
+        found[at] = count == 3 ? PyLong_AsLongLong(arguments[at]) : -1;
+        if (found[at] == -1) {
+            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "three integers");
+        }
+    }
+    const int64_t *offsets = (const int64_t *)(intptr_t)found[0];
+    int64_t bags = found[1], before = 0;
+    int is_right = bags == 0 ? found[2] == 0 : offsets[0] == 0;
+    for (int64_t bag = 0; is_right && bag < bags; bag++) {
+        is_right = offsets[bag] >= before;
+        before = offsets[bag];
+    }
+    return PyBool_FromLong(is_right && before <= found[2]);
+}
+
 PyMethodDef pl_plan_functions[] = {
+    {"plan", (PyCFunction)(void (*)(void))plan_batch, METH_FASTCALL, plan_doc},
+    {"are_offsets", (PyCFunction)(void (*)(void))are_offsets, METH_FASTCALL, offsets_doc},
     {NULL, NULL, 0, NULL},
 };
