@@ -102,6 +102,12 @@ class Channel:
             self._send(ledger.enter(pending))
         return pending
 
+    def hold(self, is_held: bool) -> None:
+        """Say that more requests follow at once, so that the server need not wake for each."""
+        with self._lock:
+            if not self._is_closed:
+                self._link.hold(is_held)
+
     def wait(self, pending: Pending, timeout_s: float | None = None) -> list[Frame]:
         """Wait for a request's answer.
 

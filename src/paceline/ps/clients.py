@@ -7,7 +7,7 @@ sequenced messages and on nothing else.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import struct
 
 from paceline.ps.refusal import Code, Refusal
 from paceline.ps.wire import Head
@@ -28,13 +28,40 @@ class Admission(enum.Enum):
     """It has been done, or refused: say so again, and do nothing."""
 
 
-@dataclass(slots=True)
-class Client:
-    """One connection of one trainer."""
+_ACCOUNT = struct.Struct("<Q16s")
 
-    applied: int = 0
-    refusals: dict[int, Refusal] | None = None
-    """By number; None is none, which is what nearly all clients have."""
+
+class Client:
+    """One connection of one trainer.
+
+    Args:
+        client: Who.
+        applied: The last number that was applied or refused.
+        refusals: By number; None is none, which is what nearly all clients have.
+
+    Attributes:
+        account: ``applied`` and the client, as ``native/attend.c`` reads and counts them.
+        is_pinned: It may push without coming by here, so it is not forgotten.
+    """
+
+    __slots__ = ("account", "is_pinned", "refusals")
+
+    def __init__(
+        self, client: bytes, applied: int = 0, refusals: dict[int, Refusal] | None = None
+    ) -> None:
+        self.account = bytearray(_ACCOUNT.pack(applied, client))
+        self.refusals = refusals
+        self.is_pinned = False
+
+    @property
+    def applied(self) -> int:
+        """The last number that was applied or refused."""
+        found: int = _ACCOUNT.unpack_from(self.account)[0]
+        return found
+
+    @applied.setter
+    def applied(self, value: int) -> None:
+        struct.pack_into("<Q", self.account, 0, value)
 
 
 class Clients:
@@ -73,15 +100,38 @@ class Clients:
 
     def count(self, head: Head, refusal: Refusal | None) -> None:
         """The message with the next number has been applied, or refused."""
-        known = self._clients.pop(head.client, None) or Client()
+        known = self._clients.pop(head.client, None) or Client(head.client)
         self._clients[head.client] = known  # now the most recent
         known.applied = head.sequence
         if refusal is not None:
             known.refusals = {**(known.refusals or {}), head.sequence: refusal}
             if len(known.refusals) > MOST_REFUSALS:
                 del known.refusals[next(iter(known.refusals))]
+        self._forget_one()
+
+    def pin(self, client: bytes) -> bytearray:
+        """The account of a client that may push without coming by here, until ``unpin``."""
+        known = self._clients.get(client)
+        if known is None:
+            known = self._clients[client] = Client(client)
+            self._forget_one()
+        known.is_pinned = True
+        return known.account
+
+    def unpin(self, client: bytes) -> None:
+        """It cannot any more."""
+        known = self._clients.pop(client, None)
+        if known is not None:
+            known.is_pinned = False
+            self._clients[client] = known  # now the most recent
+
+    def _forget_one(self) -> None:
         if len(self._clients) > MOST_CLIENTS:
-            del self._clients[next(iter(self._clients))]
+            oldest = next(
+                (name for name, each in self._clients.items() if not each.is_pinned), None
+            )
+            if oldest is not None:
+                del self._clients[oldest]
 
     def items(self) -> list[tuple[bytes, Client]]:
         """All of them, for a snapshot."""

@@ -37,6 +37,7 @@ class Visitor:
 
     Attributes:
         client: Who it is.
+        pair: The server's end of the rings.
         receive: Its next request: None if there is none. Raises ValueError for garbage.
     """
 
@@ -46,22 +47,22 @@ class Visitor:
         self.is_gone = False
         self.receive = pair.receive
         self.rest = pair.rest
-        self._pair = pair
+        self.pair = pair
         self._event = event
 
     def send(self, frames: list[Frame]) -> bool:
         """Put a reply in; False if it does not fit, now or ever."""
-        return not self.is_gone and bool(self._pair.send(frames))
+        return not self.is_gone and bool(self.pair.send(frames))
 
     def mark(self) -> bool:
         """Say that the next reply comes over ZeroMQ; False if not even that fits."""
-        return not self.is_gone and bool(self._pair.mark())
+        return not self.is_gone and bool(self.pair.mark())
 
     def leave(self) -> None:
         """Close everything. Idempotent."""
         if not self.is_gone:
             self.is_gone = True
-            self._pair.close()
+            self.pair.close()
             self.connection.close()
             os.close(self._event)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 
-from paceline.ps.optim import Adam
+from paceline.ps.optim import SGD, Adam
 from paceline.ps.shard import RowStorage
 from paceline.ps.spec import TableSpec
+from paceline.ps.wire import Dtype
 
 _STEP = struct.Struct("<q")
-# padding_idx, row_bytes, family, dtype, is_renormed, is_stepped
-_FACTS = struct.Struct("<qIIBBBx")
+# padding_idx, row_bytes, family, dtype, is_renormed, is_stepped, is_sgd
+_FACTS = struct.Struct("<qIIBBBB")
 # columns; map, slots, first, span; address and bytes of each column
 _STORAGE = struct.Struct("<IQQqQ6Q")
 _MOST_COLUMNS = 3
@@ -49,7 +50,9 @@ class Entry:
         """Say which tables of the server it can be updated with: those with the same number."""
         spec = self._spec
         padding_idx = -1 if spec.padding_idx is None else spec.padding_idx
-        flags = (spec.max_norm is not None, type(spec.optimizer) is Adam)
+        kind = type(spec.optimizer)
+        is_sgd = kind is SGD and spec.dtype is Dtype.FLOAT32
+        flags = (spec.max_norm is not None, kind is Adam, is_sgd)
         row_bytes = spec.dim * spec.dtype.itemsize
         _FACTS.pack_into(self.raw, _FACTS_AT, padding_idx, row_bytes, number, spec.dtype, *flags)
 

@@ -61,10 +61,13 @@ class Handler:
         store: The state.
         durable: Its directory, or None for memory only.
         place: Where clients may save.
+
+    Attributes:
+        store: The state.
     """
 
     def __init__(self, store: Store, durable: Durable | None, place: SavePlace) -> None:
-        self._store = store
+        self.store = store
         self._durable = durable
         self._place = place
         self._start_s = time.monotonic()
@@ -79,7 +82,7 @@ class Handler:
             ServerStateError: The journal cannot be written: the server has to end.
         """
         try:
-            message = self._store.read(frames)
+            message = self.store.read(frames)
         except WireError as error:
             return self._refuse_unread(frames, error)
         if isinstance(message, list):
@@ -121,19 +124,19 @@ class Handler:
     def _look(self, message: Message) -> list[Frame] | Later:
         head = message.head
         if head.kind is Kind.LOOKUP:
-            return self._store.lookup(message)
+            return self.store.lookup(message)
         if head.kind is Kind.HELLO:
             return pack_control(_reply(Kind.WELCOME, head), self._welcome(head, message.control))
         if head.kind is Kind.STATS:
             return _done(head, self._stats(message.control))
         if head.kind is Kind.SAVE:
             directory = self._place.directory(message.control, Code.SAVE)
-            return Later(head, save_job(self._store, directory))
+            return Later(head, save_job(self.store, directory))
         raise Refusal(Code.WIRE, f"{head.kind.name} is no request")
 
     def _change(self, message: Message | QuickPush, frames: list[Frame]) -> dict[str, Any]:
         """Check, journal, do: in this order (decision 0007)."""
-        store, head = self._store, message.head
+        store, head = self.store, message.head
         if store.admit(head) is Admission.AGAIN:
             return store.repeat(message)
         try:
@@ -155,8 +158,8 @@ class Handler:
 
     def _prepare(self, message: Message | QuickPush) -> Change:
         if isinstance(message, QuickPush) or message.head.kind is not Kind.LOAD:
-            return self._store.prepare(message)
-        return prepare_load(self._store, self._place.directory(message.control, Code.LOAD))
+            return self.store.prepare(message)
+        return prepare_load(self.store, self._place.directory(message.control, Code.LOAD))
 
     def _load(self, head: Head, change: Change) -> dict[str, Any]:
         """Not journaled, because the files may be gone at a replay: a snapshot takes its place.
@@ -164,7 +167,7 @@ class Handler:
         Killed before it is complete, the server comes back as it was, and the client asks again.
         """
         try:
-            done = self._store.commit(head, change)
+            done = self.store.commit(head, change)
             reach(Place.LOADED)
             return done
         finally:
@@ -178,7 +181,7 @@ class Handler:
         return {
             "nonce": nonce,
             "incarnation": self.incarnation,
-            "applied": self._store.clients.applied(head.client),
+            "applied": self.store.clients.applied(head.client),
             "durable": self._durable is not None,
             "server": f"paceline {VERSION_TEXT}",
         }
@@ -194,13 +197,13 @@ class Handler:
             "rss_bytes": _rss_bytes(),
             "incarnation": self.incarnation,
             "durable": self._durable is not None,
-            "clients": len(self._store.clients),
+            "clients": len(self.store.clients),
             "refused": self.refusals.total,
             "dropped": self.dropped,
-            "used_bytes": self._store.budget.used_bytes,
-            "max_bytes": self._store.budget.limit_bytes,
-            "table_count": len(self._store.tables),
-            "tables": self._store.stats(first, first + _PAGE),
+            "used_bytes": self.store.budget.used_bytes,
+            "max_bytes": self.store.budget.limit_bytes,
+            "table_count": len(self.store.tables),
+            "tables": self.store.stats(first, first + _PAGE),
         }
 
 

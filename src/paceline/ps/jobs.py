@@ -32,6 +32,11 @@ class Jobs:
         """Say whether a child is at work."""
         return self._current is not None
 
+    @property
+    def fds(self) -> list[int]:
+        """What to watch: of the child that is at work."""
+        return [] if self._current is None else [self._current[0].fileno()]
+
     def add(self, work: Work, end: End, *, is_urgent: bool = False) -> bool:
         """Start work, now or when its turn comes; ``end`` is called here, with the child's job.
 

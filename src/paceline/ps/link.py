@@ -99,6 +99,13 @@ class Link:
             self._is_direct = False
         self._socket.send_multipart(frames)
 
+    def hold(self, is_held: bool) -> None:
+        """Say that more messages follow at once; then, that they have."""
+        if self._shortcut is not None:
+            self._shortcut.is_held = is_held
+            if not is_held:
+                self._shortcut.wake()
+
     def receive(self) -> list[Frame] | None:
         """One message, or None after a short while."""
         shortcut = self._shortcut

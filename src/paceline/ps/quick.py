@@ -62,6 +62,9 @@ class Quick:
     Args:
         native: The native core.
         max_reply_bytes: Of one FOUND.
+
+    Attributes:
+        entries: Of the tables, by number.
     """
 
     def __init__(self, native: Any, max_reply_bytes: int) -> None:
@@ -71,7 +74,7 @@ class Quick:
         self._scratch = Scratch(MOST_BYTES)
         self._most_bytes = min(MOST_BYTES, max_reply_bytes)
         self._tables: list[Table] = []
-        self._entries: list[bytearray] = []
+        self.entries: list[bytearray] = []
         self._families: dict[tuple[object, ...], int] = {}
         self._unsettled: list[tuple[bytes, int, int, bool]] = []
 
@@ -81,14 +84,14 @@ class Quick:
         alike = (spec.optimizer, spec.dim, spec.dtype)
         table.entry.set_family(self._families.setdefault(alike, len(self._families)))
         self._tables.append(table)
-        self._entries.append(table.entry.raw)
+        self.entries.append(table.entry.raw)
 
     def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | None:
         """Answer a LOOKUP, check a PUSH; None: it is for Python, and nothing was done."""
         if len(frames) != 3:
             return None
         start_ns = time.perf_counter_ns()
-        found = self._read(self._entries, self._most_bytes, *frames)
+        found = self._read(self.entries, self._most_bytes, *frames)
         if found is None:
             return None
         if len(found) > 2:
@@ -116,7 +119,7 @@ class Quick:
         """
         table = self._tables[number]
         lines = self._scratch.lines(table, count)
-        move = (self._entries, *part, *lines.addresses)
+        move = (self.entries, *part, *lines.addresses)
         step = self._gather(*values, lines.grad_address, *move)
         if count:
             update(table.spec.optimizer, lines.rows, lines.state, lines.grad, lr, step)

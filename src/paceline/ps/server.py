@@ -22,6 +22,7 @@ from typing import Any
 
 import zmq
 
+from paceline.ps.attendant import Attendant
 from paceline.ps.background import Job
 from paceline.ps.door import FULL, MOST, Door, Visitor
 from paceline.ps.durable import Durable
@@ -78,6 +79,9 @@ class Server:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._attendant: Attendant | None = None
+        if self._door is not None and not settings.fsync:  # answers would overtake others' sync
+            self._attendant = Attendant(handler.store, may_push=durable is None)
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
     def run(self, stop_fds: Sequence[int]) -> None:
@@ -88,7 +92,7 @@ class Server:
         """
         self._watch(stop_fds)
         while True:
-            ready = dict(self._poller.poll(self._until_timer_ms()))
+            ready = self._wait(stop_fds)
             if any(descriptor in ready for descriptor in stop_fds):
                 return
             if self._door is not None:
@@ -99,6 +103,21 @@ class Server:
                 self._entrance.look()
             self._start_snapshot()
             self._jobs.tend(ready)
+
+    def _wait(self, stop_fds: Sequence[int]) -> dict[Any, int]:
+        """What is ready. Plain messages in shared memory are answered while there is nothing."""
+        timeout_ms = self._until_timer_ms()
+        if self._attendant is None or self._door is None:
+            return dict(self._poller.poll(timeout_ms))
+        ready = dict(self._poller.poll(0))
+        if not ready:
+            # A ZeroMQ socket's descriptor tells of what comes after its events were looked at.
+            sockets = [self._socket, *self._entrance.sockets]
+            fds = [*(each.getsockopt(zmq.FD) for each in sockets), *stop_fds, *self._jobs.fds]
+            timeout_ms = -1 if timeout_ms is None else timeout_ms
+            self._attendant.attend(self._door, [*fds, self._door.fileno()], timeout_ms)
+            ready = dict(self._poller.poll(0))
+        return ready
 
     def _watch(self, stop_fds: Sequence[int]) -> None:
         for socket in (self._socket, *self._entrance.sockets):
@@ -229,7 +248,7 @@ class Server:
         return b""
 
     def _until_timer_ms(self) -> int | None:
-        if self._door is not None and not self._door.rest():
+        if self._door is not None and self._attendant is None and not self._door.rest():
             return 0
         if not self._settings.snapshot_every_s or self._durable is None:
             return None

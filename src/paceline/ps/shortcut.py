@@ -34,11 +34,12 @@ class Shortcut:
     Attributes:
         awaited: How many replies will still come this way.
         is_broken: The server has closed its end, or is dead.
+        is_held: More requests will follow at once: the server is not woken before.
     """
 
     def __init__(self, connection: socket.socket, pair: Any, events: tuple[int, int]) -> None:
         self.awaited = 0
-        self.is_broken = False
+        self.is_broken = self.is_held = self._is_waking_due = False
         self._connection = connection
         self._door = connection.fileno()
         self._pair = pair
@@ -46,15 +47,27 @@ class Shortcut:
 
     def send(self, frames: list[Frame]) -> bool:
         """Put a request in; False if it does not fit, now or ever."""
-        is_sent: bool = self._pair.send(frames)
+        is_sent: bool
+        if self.is_held:
+            is_sent = self._pair.put(frames)
+            self._is_waking_due |= is_sent
+        else:
+            is_sent = self._pair.send(frames)
         self.awaited += is_sent
         return is_sent
+
+    def wake(self) -> None:
+        """Wake the server, if there is something that it was not woken for."""
+        if self._is_waking_due:
+            self._is_waking_due = False
+            self._pair.wake()
 
     def receive(self, timeout_ms: int) -> list[Frame] | None:
         """The next reply, ``[]`` for a mark, None after a while or if it is broken."""
         try:
             frames: list[Frame] | None = self._pair.receive()
             if frames is None:
+                self.wake()
                 has_news = self._pair.wait(self._door, timeout_ms)
                 frames = self._pair.receive()
                 self.is_broken = frames is None and has_news

@@ -141,7 +141,8 @@ def _check_version(file: TensorFile) -> None:
 def _read_clients(file: TensorFile, store: Store) -> None:
     names, applied = file.whole("clients"), file.whole("applied").tolist()
     clients = [
-        (bytes(name.tolist()), Client(count)) for name, count in zip(names, applied, strict=True)
+        (bytes(name.tolist()), Client(bytes(name.tolist()), count))
+        for name, count in zip(names, applied, strict=True)
     ]
     for line, sequence, refusal in json.loads(file.metadata["refusals"]):
         client = clients[line][1]

@@ -59,6 +59,11 @@ class Store:
             Kind.WRITE: self._prepare_write,
         }
 
+    @property
+    def entries(self) -> list[bytearray]:
+        """What the native core knows of each table, by number."""
+        return [] if self._quick is None else self._quick.entries
+
     def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | Message:
         """Read a message: one that the quick way takes is looked up, or checked, already.
 

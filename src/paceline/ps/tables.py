@@ -94,9 +94,18 @@ class Tables:
         """Push what a backward found, then ask for what waited for it."""
         with self._lock:
             self._open.discard(visit)
-            if visit.push(gradients, self.lrs, self._grad_scale):
-                self.pushes += 1
-            self._ask_announced()
+            self._hold(True)
+            try:
+                if visit.push(gradients, self.lrs, self._grad_scale):
+                    self.pushes += 1
+                self._ask_announced()
+            finally:
+                self._hold(False)
+
+    def _hold(self, is_held: bool) -> None:
+        """Let servers find push and lookup together."""
+        for channel in self.servers.channels:
+            channel.hold(is_held)
 
     def opened(self, visit: Visit) -> None:
         """A graph was made that may push."""

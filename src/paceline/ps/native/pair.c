@@ -4,8 +4,7 @@
  * makes and formats it; the trainer checks what it was handed. Descriptors stay the caller's; the
  * mapping is the object's. Not for several threads at once: callers have a lock. */
 #define _GNU_SOURCE
-#include "native.h"
-#include "ring.h"
+#include "pair.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -27,15 +26,6 @@ typedef struct {
 } pl_segment;
 
 _Static_assert(sizeof(pl_segment) <= DATA_OFFSET, "the counts are on the first page");
-
-typedef struct {
-    PyObject_HEAD void *memory;
-    size_t size;
-    pl_ring in;
-    pl_ring out;
-    int own_event;
-    int peer_event;
-} PairObject;
 
 static bool is_open(PairObject *self) {
     if (self->memory == NULL) {
@@ -118,7 +108,7 @@ static void pair_dealloc(PairObject *self) {
     Py_DECREF(type);
 }
 
-static void wake_peer(PairObject *self) {
+void pl_wake_peer(PairObject *self) {
     if (pl_ring_must_wake(&self->out)) {
         uint64_t one = 1;
         /* Fails only when the counter is full, and then there is an event already. */
@@ -127,8 +117,8 @@ static void wake_peer(PairObject *self) {
     }
 }
 
-/* send(frames) -> bool; false: no room now, or too large for ever. */
-static PyObject *pair_send(PairObject *self, PyObject *frames) {
+/* put(frames) -> bool; false: no room now, or too large for ever. The reader is not woken. */
+static PyObject *pair_put(PairObject *self, PyObject *frames) {
     if (!is_open(self)) {
         return NULL;
     }
@@ -151,13 +141,26 @@ static PyObject *pair_send(PairObject *self, PyObject *frames) {
     for (Py_ssize_t i = 0; i < held; i++) {
         PyBuffer_Release(&views[i]);
     }
-    if (held < count) {
+    return held < count ? NULL : PyBool_FromLong(is_sent);
+}
+
+/* wake(): wake the reader, if it sleeps. */
+static PyObject *pair_wake(PairObject *self, PyObject *unused) {
+    (void)unused;
+    if (!is_open(self)) {
         return NULL;
     }
-    if (is_sent) {
-        wake_peer(self);
+    pl_wake_peer(self);
+    Py_RETURN_NONE;
+}
+
+/* send(frames) -> bool: put, and wake the reader. */
+static PyObject *pair_send(PairObject *self, PyObject *frames) {
+    PyObject *is_sent = pair_put(self, frames);
+    if (is_sent == Py_True) {
+        pl_wake_peer(self);
     }
-    return PyBool_FromLong(is_sent);
+    return is_sent;
 }
 
 /* mark() -> bool: tell the reader that what comes next comes another way. */
@@ -168,7 +171,7 @@ static PyObject *pair_mark(PairObject *self, PyObject *unused) {
     }
     bool is_sent = pl_ring_write(&self->out, NULL, 0);
     if (is_sent) {
-        wake_peer(self);
+        pl_wake_peer(self);
     }
     return PyBool_FromLong(is_sent);
 }
@@ -267,7 +270,9 @@ static PyObject *pair_close(PairObject *self, PyObject *unused) {
 }
 
 static PyMethodDef methods[] = {
-    {"send", (PyCFunction)pair_send, METH_O, "send(frames) -> bool: false if there is no room"},
+    {"put", (PyCFunction)pair_put, METH_O, "put(frames) -> bool: false if there is no room"},
+    {"wake", (PyCFunction)pair_wake, METH_NOARGS, "wake(): wake the reader, if it sleeps"},
+    {"send", (PyCFunction)pair_send, METH_O, "send(frames) -> bool: put, and wake"},
     {"mark", (PyCFunction)pair_mark, METH_NOARGS, "mark() -> bool: the next comes another way"},
     {"receive", (PyCFunction)pair_receive, METH_NOARGS, "receive() -> None, [] for a mark, frames"},
     {"rest", (PyCFunction)pair_rest, METH_NOARGS, "rest() -> bool: false if there is a message"},
@@ -292,10 +297,22 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
+static PyTypeObject *pair_type;
+
+PairObject *pl_pair_of(PyObject *object) {
+    bool is_pair = pair_type != NULL && PyObject_TypeCheck(object, pair_type);
+    return is_pair && ((PairObject *)object)->memory != NULL ? (PairObject *)object : NULL;
+}
+
 int pl_add_pair(PyObject *module) {
     PyObject *type = PyType_FromSpec(&spec);
-    if (type == NULL || PyModule_AddObject(module, "Pair", type) != 0) {
-        Py_XDECREF(type);
+    if (type == NULL) {
+        return -1;
+    }
+    pair_type = (PyTypeObject *)type;
+    Py_INCREF(type);
+    if (PyModule_AddObject(module, "Pair", type) != 0) {
+        Py_DECREF(type);
         return -1;
     }
     return PyModule_AddIntConstant(module, "DATA_OFFSET", DATA_OFFSET);

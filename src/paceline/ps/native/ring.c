@@ -17,13 +17,14 @@ static uint64_t read_word(const unsigned char *from) {
                                 memory_order_relaxed);
 }
 
-uint64_t pl_ring_record_bytes(const pl_frame *frames, unsigned count) {
+/* The size of a record with frames of these sizes; UINT64_MAX if it is larger than any ring. */
+static uint64_t record_bytes(const uint64_t *sizes, unsigned count) {
     uint64_t bytes = HEAD_BYTES;
     for (unsigned i = 0; i < count; i++) {
-        if (frames[i].size > (UINT64_C(1) << 60)) {
+        if (sizes[i] > (UINT64_C(1) << 60)) {
             return UINT64_MAX;
         }
-        bytes += aligned(frames[i].size);
+        bytes += aligned(sizes[i]);
     }
     return bytes;
 }
@@ -44,27 +45,9 @@ static uint64_t room_after(pl_ring *ring, uint64_t bytes) {
     return used + skip + bytes <= ring->capacity ? skip : UINT64_MAX;
 }
 
-static void put_record(unsigned char *at, uint64_t bytes, const pl_frame *frames, unsigned count) {
-    uint64_t head[HEAD_WORDS] = {bytes | (count == 0 ? MARK : MESSAGE), count};
-    for (unsigned i = 0; i < count; i++) {
-        head[2 + i] = frames[i].size;
-    }
-    memcpy(at, head, HEAD_BYTES);
-    at += HEAD_BYTES;
-    for (unsigned i = 0; i < count; i++) {
-        if (frames[i].size != 0) {
-            memcpy(at, frames[i].data, frames[i].size);
-        }
-        at += aligned(frames[i].size);
-    }
-}
-
-bool pl_ring_write(pl_ring *ring, const pl_frame *frames, unsigned count) {
-    uint64_t bytes = pl_ring_record_bytes(frames, count);
-    if (bytes > pl_ring_most(ring)) {
-        return false;
-    }
-    uint64_t skip = room_after(ring, bytes);
+bool pl_ring_begin(pl_ring *ring, const uint64_t *sizes, unsigned count, unsigned char **places) {
+    uint64_t bytes = record_bytes(sizes, count);
+    uint64_t skip = bytes > pl_ring_most(ring) ? UINT64_MAX : room_after(ring, bytes);
     if (skip == UINT64_MAX) {
         return false;
     }
@@ -73,9 +56,42 @@ bool pl_ring_write(pl_ring *ring, const pl_frame *frames, unsigned count) {
         uint64_t word = skip | SKIP;
         memcpy(ring->data + (from_origin & mask), &word, sizeof word);
     }
-    put_record(ring->data + ((from_origin + skip) & mask), bytes, frames, count);
-    ring->position += skip + bytes;
+    unsigned char *at = ring->data + ((from_origin + skip) & mask);
+    uint64_t head[HEAD_WORDS] = {bytes | (count == 0 ? MARK : MESSAGE), count};
+    if (count != 0) {
+        memcpy(head + 2, sizes, count * sizeof *sizes);
+    }
+    memcpy(at, head, HEAD_BYTES);
+    at += HEAD_BYTES;
+    for (unsigned i = 0; i < count; i++) {
+        places[i] = at;
+        at += aligned(sizes[i]);
+    }
+    ring->begun = skip + bytes;
+    return true;
+}
+
+void pl_ring_commit(pl_ring *ring) {
+    ring->position += ring->begun;
+    ring->begun = 0;
     atomic_store_explicit(&ring->words->written, ring->position, memory_order_release);
+}
+
+bool pl_ring_write(pl_ring *ring, const pl_frame *frames, unsigned count) {
+    uint64_t sizes[PL_RING_FRAMES] = {0};
+    unsigned char *places[PL_RING_FRAMES];
+    for (unsigned i = 0; i < count; i++) {
+        sizes[i] = frames[i].size;
+    }
+    if (!pl_ring_begin(ring, sizes, count, places)) {
+        return false;
+    }
+    for (unsigned i = 0; i < count; i++) {
+        if (sizes[i] != 0) {
+            memcpy(places[i], frames[i].data, sizes[i]);
+        }
+    }
+    pl_ring_commit(ring);
     return true;
 }
 

@@ -52,6 +52,7 @@ typedef struct {
     uint64_t position; /* the writer's `written`, or the reader's `taken` */
     uint64_t origin;   /* the writer's; the reader has none of its own */
     uint64_t peeked;   /* reader: bytes of the record that was looked at, or 0 */
+    uint64_t begun;    /* writer: bytes of the record that is begun, with its skip */
 } pl_ring;
 
 typedef struct {
@@ -69,10 +70,12 @@ typedef enum {
 /* A record that is larger than this may not fit even into an empty ring. */
 static inline uint64_t pl_ring_most(const pl_ring *ring) { return ring->capacity / 2; }
 
-/* The size of a record with these frames; UINT64_MAX if it is larger than any ring. */
-uint64_t pl_ring_record_bytes(const pl_frame *frames, unsigned count);
+/* Begin a message whose frames have these sizes: `places` get where to put them. The reader sees
+ * nothing before pl_ring_commit. False if there is no room now. A mark has no frame. */
+bool pl_ring_begin(pl_ring *ring, const uint64_t *sizes, unsigned count, unsigned char **places);
+void pl_ring_commit(pl_ring *ring);
 
-/* Write a message, or a mark if `count` is 0; false if there is no room now. */
+/* Both, with a copy; false if there is no room now. */
 bool pl_ring_write(pl_ring *ring, const pl_frame *frames, unsigned count);
 
 /* Look at the next record without taking it; `frames` point into the ring. */

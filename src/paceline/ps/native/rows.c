@@ -75,8 +75,8 @@ static bool copy_lines(const struct pl_entry *entry, uint32_t column, const int3
 
 /* --- a LOOKUP ---------------------------------------------------------------------------------- */
 
-static bool copy_found(const struct pl_message *m, const struct pl_share *shares,
-                       const int32_t *slots, char *at) {
+bool pl_copy_found(const struct pl_message *m, const struct pl_share *shares, const int32_t *slots,
+                   char *at) {
     for (uint32_t number = 0; number < m->head.sections; number++) {
         uint32_t lines = shares[number].lines;
         const struct pl_entry *entry = pl_entry_of(m->entries, shares[number].table);
@@ -98,7 +98,7 @@ static PyObject *found_of(const struct pl_message *m, PyObject *shares, PyObject
     PyObject *found = NULL;
     if (first != NULL && values != NULL) {
         PyBytes_AsString(first)[offsetof(struct pl_head, kind)] = PL_FOUND;
-        if (copy_found(m, (void *)PyBytes_AsString(shares), (void *)PyBytes_AsString(slots),
+        if (pl_copy_found(m, (void *)PyBytes_AsString(shares), (void *)PyBytes_AsString(slots),
                        PyBytes_AsString(values))) {
             found = Py_BuildValue("(O[Oy#O])", shares, first, "", (Py_ssize_t)0, values);
         }

@@ -1,6 +1,7 @@
 /* What the files for a server's rows share: a table's entry, a message, and what it asks for.
  *
- * `request.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/quick.py).
+ * `request.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/quick.py),
+ * `attend.c` answers without Python (ps/attendant.py).
  *
  * [Note: addresses]
  * An *entry* is a bytearray that a Table owns (ps/entry.py). Its addresses are written where the
@@ -59,7 +60,7 @@ struct pl_entry {
     uint8_t dtype;
     uint8_t is_renormed; /* rows change when they are looked up */
     uint8_t is_stepped;  /* its update depends on `step` */
-    uint8_t unused;
+    uint8_t is_sgd;      /* float32, with no state: attend.c can do its update */
     uint32_t columns;
     uint64_t map; /* address of int32 slots, one for each id; 0: no row is kept */
     uint64_t slots;
@@ -99,5 +100,9 @@ bool pl_is_plain(struct pl_message *m, size_t most_bytes);
 
 /* Find shares and slots; false if an id is not fine, or has no slot. */
 bool pl_find(const struct pl_message *m, struct pl_share *shares, int32_t *slots);
+
+/* Copy the rows of a LOOKUP to `at`, which has room for `values_bytes`; false: not their slots. */
+bool pl_copy_found(const struct pl_message *m, const struct pl_share *shares, const int32_t *slots,
+                   char *at);
 
 #endif
