@@ -320,6 +320,22 @@ def test_slots_are_compared_with_the_table() -> None:
         )
 
 
+def test_a_fault_of_the_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts: its repetition hears the same, and the next push is no gap."""
+    way = quick_way()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("bits fell out")
+
+    monkeypatch.setattr("paceline.ps.quick.update", broken)
+    answer = way.ask(plain(Kind.PUSH, [0]))
+    assert "bits fell out" in unpack(answer).control["text"]
+    assert unpack(answer).control["code"] == "internal"
+    monkeypatch.undo()
+    assert way.ask(plain(Kind.PUSH, [0])) == answer
+    assert unpack(way.ask(plain(Kind.PUSH, [0], 2))).head.kind is Kind.DONE
+
+
 def test_meters_count_each_message() -> None:
     way = quick_way()
     for sequence in range(1, 201):
