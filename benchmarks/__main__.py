@@ -14,6 +14,7 @@ BENCHMARKS = {
     "powersgd_compress": "PowerSGD's compression beside torch's",
     "hot_path": "microseconds per gradient, with a profile",
     "ps_lookup": "lookups and pushes through parameter servers, for tables of several sizes",
+    "ps_answer": "what one small message costs a parameter server, without its socket",
     "data_parallel": "2 CPU replicas beside the plain module",
 }
 

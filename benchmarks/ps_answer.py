@@ -74,7 +74,8 @@ class Way:
         self._handler = part("handler").Handler(self._store, None, place)
         optimizer = getattr(part("optim"), args.optimizer)(0.1)
         whole = spec.Shard(spec.Sharding.TABLE, 0, 1)
-        self._shape, self._dim, self._sequence = shape, args.dim, 0
+        self._shape, self._sequence = shape, 0
+        self._cold = np.zeros(args.touch_mib << 17)
         for number in range(shape.sections):
             rows = max(args.rows, shape.ids)
             made = spec.TableSpec(f"t{number}", rows, args.dim, optimizer=optimizer)
@@ -103,20 +104,13 @@ class Way:
         ]
         frames = wire.pack_data(wire.Head(kind, 1, CLIENT, sequence), sections, ids, values)
         frames = [bytearray(frames[0]), bytearray(frames[1]), memoryview(bytearray(frames[2]))]
-        _touch()
+        np.add(self._cold, 1.0, out=self._cold)
         start_ns = time.perf_counter_ns()
         answer = self._handler.answer(frames)
         took_ns = time.perf_counter_ns() - start_ns
         wanted = wire.Kind.DONE if sequence else wire.Kind.FOUND
         assert wire.unpack(answer).head.kind is wanted
         return took_ns / 1e3
-
-
-_cold = np.zeros(1 << 20)  # 8 MiB
-
-
-def _touch() -> None:
-    np.add(_cold, 1.0, out=_cold)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dim", type=command.positive, default=64, help="default: 64")
     parser.add_argument("--rounds", type=command.positive, default=15, help="default: 15")
     parser.add_argument("--messages", type=command.positive, default=40, help="a round; 40")
+    parser.add_argument(
+        "--touch-mib",
+        type=command.positive,
+        default=8,
+        metavar="MIB",
+        help="touched before each message; default: 8, more than the second-level cache has",
+    )
     parser.add_argument(
         "--also", metavar="PACKAGE", help="a copy of paceline under another name, beside it"
     )

@@ -106,6 +106,21 @@ def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ddp_step" in capsys.readouterr().err
 
 
+def test_one_message_of_a_parameter_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "ps_answer --shapes 2x5,1x9 --rows 20 --dim 4 --rounds 2 --messages 3 --optimizer Adam"
+    results = run(tmp_path / "out.json", *words.split())["results"]
+    assert set(results) == {"2 x 5", "1 x 9"}
+    for answers in results.values():
+        for kind in ("lookup_us", "push_us"):
+            assert {name: len(us) for name, us in answers[kind].items()} == {
+                "python": 2,
+                "native": 2,
+            }
+    assert "python / native" in capsys.readouterr().out
+
+
 def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "ps_lookup --rows 100,10000 --unique 50 --bags 20 --ids 4 --dim 8 --servers 2 --rounds 2"

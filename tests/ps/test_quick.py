@@ -177,7 +177,7 @@ Step = tuple[tuple[Kind, bytes, bytes, bytes], int, int]
 steps = st.tuples(messages(), st.integers(0, 2), st.integers(0, 30))
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_both_ways_are_the_same(drawn: list[Step]) -> None:
     ways = [Way(extension.native), Way(None)]
@@ -318,6 +318,22 @@ def test_slots_are_compared_with_the_table() -> None:
         native.rows_gather(
             bytes(15), 0, space.data_ptr(), entries, shares, good, 0, 1, space.data_ptr()
         )
+
+
+def test_a_fault_of_the_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts: its repetition hears the same, and the next push is no gap."""
+    way = quick_way()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("bits fell out")
+
+    monkeypatch.setattr("paceline.ps.quick.update", broken)
+    answer = way.ask(plain(Kind.PUSH, [0]))
+    assert "bits fell out" in unpack(answer).control["text"]
+    assert unpack(answer).control["code"] == "internal"
+    monkeypatch.undo()
+    assert way.ask(plain(Kind.PUSH, [0])) == answer
+    assert unpack(way.ask(plain(Kind.PUSH, [0], 2))).head.kind is Kind.DONE
 
 
 def test_meters_count_each_message() -> None:

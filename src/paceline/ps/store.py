@@ -100,7 +100,8 @@ class Store:
         at = 0
         for share, size in zip(shares, sizes, strict=True):
             at += size
-            values[at - ALIGNMENT : at] = 0  # padding, if there is any, is nobody's old memory
+            if size and share.table.raw_dtype.itemsize % ALIGNMENT:
+                values[at - ALIGNMENT : at] = 0  # what pads it is nobody's old memory
             _found(share, values, at - size)
             end_ns = time.perf_counter_ns()
             share.table.lookups.add(share.section.ids, start_ns, end_ns)
