@@ -198,6 +198,8 @@ def _lines(ids: Tensor) -> Tensor:
 
 
 def _int64(tensor: Tensor) -> Tensor:
+    if tensor.dtype is torch.int64 and tensor.is_cpu and tensor.is_contiguous():
+        return tensor
     return tensor.to("cpu", torch.int64).contiguous()
 
 
