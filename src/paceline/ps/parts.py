@@ -8,7 +8,7 @@ each server and take their bytes of the reply. Must not know about sockets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,20 +59,25 @@ _WHAT: dict[tuple[Kind, int], str] = {}
 """By kind and number of tables, which are few."""
 
 
-@dataclass(eq=False)
 class RowsPart:
-    """Tables whose rows travel, without duplicates."""
+    """Tables whose rows travel, without duplicates.
 
-    group: Group
-    plan: Plan
-    inputs: list[FlatBags]
-    is_used: NDArray[np.bool_] | None = None
-    _pieces: dict[int, memoryview] = field(default_factory=dict)
+    Args:
+        group: Which tables.
+        plan: Which rows.
+        inputs: For which bags.
 
-    @property
-    def tables(self) -> tuple[int, ...]:
-        """Which tables."""
-        return self.group.tables
+    Attributes:
+        is_used: Which tables have a gradient; None: all.
+    """
+
+    def __init__(self, group: Group, plan: Plan, inputs: list[FlatBags]) -> None:
+        self.group = group
+        self.plan = plan
+        self.inputs = inputs
+        self.tables = group.tables
+        self.is_used: NDArray[np.bool_] | None = None
+        self._pieces: dict[int, memoryview] = {}
 
     def lookup(self, server: int) -> Share | None:
         """The ids that a server is asked for, or None."""

@@ -48,8 +48,8 @@ class Visit:
         self.parts = tuple(parts)
         self.stage = Stage.PLANNED
         self.pushes_before = 0
-        self.pools = tuple(Pool(part) for part in parts if isinstance(part, RowsPart))
-        self.tables = tuple(table for part in parts for table in part.tables)
+        self.pools = [Pool(part) for part in parts if isinstance(part, RowsPart)]
+        self.tables = [table for part in parts for table in part.tables]
         self._channels = channels
         self._asked: list[tuple[Channel, Pending]] = []
 
