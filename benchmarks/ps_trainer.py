@@ -193,7 +193,8 @@ def _step(
     prefetch_s = clock() - start_s
     features = torch.cat(list(found.values()), 1)
     gradient = torch.ones_like(features)
-    nothing = torch.cat(_Nothing.apply(_ANCHOR, *found.values()), 1)  # type: ignore[no-untyped-call]
+    same = [each.detach() for each in found.values()]
+    nothing = torch.cat(_Nothing.apply(_ANCHOR, *same), 1)  # type: ignore[no-untyped-call]
     junk.sum()
     start_s = clock()
     nothing.backward(gradient)

@@ -266,7 +266,7 @@ def knows_sync_batch_norm(device: torch.device) -> bool:
 
 # The two halves of ``embedding_bag`` and ``embedding``, as autograd calls them. Parameter servers
 # pool many tables by one call, and need the backward for each (``ps/pool.py``).
-embedding_bag_forward = torch.ops.aten._embedding_bag.default
+embedding_bag_forward = torch._embedding_bag
 embedding_bag_backward = torch.ops.aten._embedding_bag_backward.default
 embedding_bag_dense_backward = torch.ops.aten._embedding_bag_dense_backward.default
 embedding_bag_weights_backward = torch.ops.aten._embedding_bag_per_sample_weights_backward.default

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import IdRangeError, ps
-from paceline.ps import planner
 from paceline.ps.extension import native
 from paceline.ps.inputs import FlatBags
-from paceline.ps.planner import Plan, planned
+from paceline.ps.planner import NativePlan, NumpyPlan, Plan, planned
 from tests.ps.groups import SHARDINGS, batches, flat, make_group
 
 needs_core = pytest.mark.skipif(native is None, reason="the native core is not built")
@@ -33,7 +32,7 @@ def assert_same(core: Plan, numpy: Plan) -> None:
     assert torch.equal(core.offsets, numpy.offsets)
     assert core.distinct == numpy.distinct
     assert core.repeats == numpy.repeats
-    assert core.spans == numpy.spans
+    assert core.counts == numpy.counts
     for one, other in zip(core.shares, numpy.shares, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -45,19 +44,19 @@ def assert_same(core: Plan, numpy: Plan) -> None:
         assert (one == other).all() if field.name != "tables" else one == other
 
 
-def assert_bags(plan: Plan, inputs: list[FlatBags]) -> None:
+def assert_bags(plan: NativePlan, inputs: list[FlatBags]) -> None:
     """Each id is in the bag that offsets say."""
-    assert plan.bag_of is not None
     bounds = [*plan.offsets.tolist(), len(plan.places)]
     lengths = torch.tensor([high - low for low, high in itertools.pairwise(bounds)])
     expected = torch.arange(len(lengths)).repeat_interleave(lengths)
     assert torch.equal(plan.bag_of, expected)
     if len(inputs) > 1 and all(each is inputs[0] for each in inputs):
-        assert plan.abreast is not None
-        ids = torch.from_numpy(plan.found.ids)
+        assert plan.is_abreast
         distinct, ranks = inputs[0].ids.unique(return_inverse=True)
-        assert torch.equal(plan.abreast.ranks, ranks)
-        assert torch.equal(distinct.repeat_interleave(len(inputs))[plan.abreast.gather], ids)
+        assert torch.equal(plan.ranks, ranks)
+        assert torch.equal(plan.first_bag_of, plan.bag_of[: len(ranks)])
+        lines = distinct.repeat_interleave(len(inputs))
+        assert b"".join(plan.cut(lines, 8)) == plan.found.ids.tobytes()
 
 
 @needs_core
@@ -69,10 +68,10 @@ def test_native_and_numpy_plan_alike(
     tables_of = configs(tables, sharding)
     group = make_group(tables_of, servers)
     inputs = data.draw(batches(tables_of, most=data.draw(st.sampled_from([40, 120]))))
-    templates = group.templates(LRS)
-    core = planner._by_native(group, inputs, templates)
-    assert core is not None
-    assert_same(core, planner._by_numpy(group, inputs, templates))
+    lrs = LRS
+    core = planned(group, inputs, lrs)
+    assert isinstance(core, NativePlan)
+    assert_same(core, NumpyPlan(group, inputs, group.templates(lrs)))
     assert_bags(core, inputs)
 
 
@@ -88,10 +87,10 @@ def test_many_ids_too(sharding: str, rows: int) -> None:
         flat(config, torch.randint(rows, (20_000,)).tolist(), [5, 7], weights=False)
         for config in tables_of
     ]
-    templates = group.templates(LRS[:2])
-    core = planner._by_native(group, inputs, templates)
-    assert core is not None
-    assert_same(core, planner._by_numpy(group, inputs, templates))
+    lrs = LRS[:2]
+    core = planned(group, inputs, lrs)
+    assert isinstance(core, NativePlan)
+    assert_same(core, NumpyPlan(group, inputs, group.templates(lrs)))
 
 
 @pytest.mark.parametrize("wrong", [7, -1, 1 << 62, -(1 << 62)])

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from paceline.errors import BagsError
 from paceline.ps.config import TableConfig
-from paceline.ps.inputs import (
-    Bags,
-    FlatBags,
-    Reading,
-    flat_bags,
-    is_same_object,
-    reading_of,
-)
+from paceline.ps.inputs import Bags, FlatBags, flat_bags, is_same, reading_of
 from paceline.ps.optim import Optimizer
 from paceline.ps.served import AnyServers, ServedModule
 from paceline.ps.tables import Batch
@@ -61,7 +54,8 @@ class EmbeddingBagCollection(ServedModule):
             tables = [dataclasses.replace(table, optimizer=optimizer) for table in tables]
         super().__init__(tables, servers, staleness, grad_scale)
         self._configs = {config.name: (at, config) for at, config in enumerate(tables)}
-        self._readings = [reading_of(config) for config in tables]
+        kinds = [reading_of(config) for config in tables]
+        self._readings = [kinds.index(kind) for kind in kinds]  # numbers are compared faster
 
     @property
     def lr(self) -> dict[str, float]:
@@ -105,10 +99,11 @@ class EmbeddingBagCollection(ServedModule):
             raise BagsError("a batch without any table")
         found: dict[int, FlatBags] = {}
         last: Any = None
-        reading: Reading | None = None
+        reading = -1
         for name, bags in batch.items():
             at, config = self._configs.get(name) or self._unknown(name)
-            if reading != self._readings[at] or not is_same_object(bags, last):
+            is_last = reading == self._readings[at] and (bags is last or is_same(bags, last))
+            if not is_last:
                 flat = flat_bags(config, bags)
                 last, reading = bags, self._readings[at]
             found[at] = flat

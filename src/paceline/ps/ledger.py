@@ -35,7 +35,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.ps.wire import SEQUENCED, Frame, Head, Kind, pack_control, pack_head, read_head
+from paceline.ps.wire import (
+    SEQUENCED,
+    Frame,
+    Head,
+    Kind,
+    pack_control,
+    pack_request,
+    read_reply,
+    rest_of,
+)
 
 
 class State(enum.Enum):
@@ -74,6 +83,7 @@ class Pending:
     is_done: bool = False
     is_wanted: bool = True
     was_doubted: bool = False
+    kept_bytes: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -117,14 +127,16 @@ class Ledger:
         if pending.kind in SEQUENCED:
             self._sequence += 1
             pending.sequence = self._sequence
-            self.kept_bytes += pending.size_bytes
+            pending.kept_bytes = pending.size_bytes
+            self.kept_bytes += pending.kept_bytes
         return self._number(pending)
 
     def hello(self) -> list[Frame]:
         """Ask the server what it has; the answer ends every doubt about what was sent so far."""
         self._requests += 1
         self._hello = self._requests
-        return pack_control(self._head(Kind.HELLO, self._hello), {"nonce": self._hello})
+        head = Head(Kind.HELLO, self._hello, self._client)
+        return pack_control(head, {"nonce": self._hello})
 
     def doubt(self) -> bool:
         """Believe no lookup until the next WELCOME; say whether that is new."""
@@ -148,22 +160,24 @@ class Ledger:
         Raises:
             WireError: It is no message.
         """
-        head, rest = read_head(frames[0])
-        if head.kind is Kind.WELCOME:
-            return self._welcome(json.loads(bytes(rest)))
-        pending = self._open.get(head.request)
+        kind, request = read_reply(frames[0])
+        if kind is Kind.WELCOME:
+            return self._welcome(json.loads(bytes(rest_of(frames[0]))))
+        pending = self._open.get(request)
         if pending is None:
-            if head.kind is Kind.ERROR and head.request == 0:
-                self.complaint = str(json.loads(bytes(rest)).get("text"))
+            if kind is Kind.ERROR and request == 0:
+                self.complaint = str(json.loads(bytes(rest_of(frames[0]))).get("text"))
             return []
         is_next = self._is_next(pending)
-        if not self._is_believed(pending, head.kind, rest, is_next):
+        code = None
+        if kind is Kind.ERROR:
+            code = json.loads(bytes(rest_of(frames[0]))).get("code")
+        if not self._is_believed(pending, code, is_next):
             return [self.hello()] if self.doubt() else []
         self._settle(pending, frames)
         return [self.hello()] if not is_next and self.doubt() else []
 
-    def _is_believed(self, pending: Pending, kind: Kind, rest: memoryview, is_next: bool) -> bool:
-        code = json.loads(bytes(rest)).get("code") if kind is Kind.ERROR else None
+    def _is_believed(self, pending: Pending, code: str | None, is_next: bool) -> bool:
         if pending.sequence:  # refused or applied: either way its number counts
             return code != "gap"
         if code == "table" and not pending.was_doubted:
@@ -183,7 +197,7 @@ class Ledger:
         del self._open[pending.request]
         if pending.sequence:
             self.acknowledged = max(self.acknowledged, pending.sequence)
-            self.kept_bytes -= pending.size_bytes
+            self.kept_bytes -= pending.kept_bytes
         pending.reply = reply if pending.is_wanted else None
         pending.arrays = ()
         pending.is_done = True
@@ -224,11 +238,15 @@ class Ledger:
         self._requests += 1
         pending.request = self._requests
         self._open[pending.request] = pending
-        head = self._head(pending.kind, pending.request, pending.sequence)
-        return [pack_head(head, pending.sections) + pending.tail, *pending.arrays]
-
-    def _head(self, kind: Kind, request: int, sequence: int = 0) -> Head:
-        return Head(kind, request, self._client, sequence)
+        first = pack_request(
+            pending.kind,
+            pending.request,
+            self._client,
+            pending.sequence,
+            pending.sections,
+            pending.tail,
+        )
+        return [first, *pending.arrays]
 
 
 # Applied is all that a trainer wants to know of these; the others' replies say something.

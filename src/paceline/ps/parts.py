@@ -8,7 +8,7 @@ each server and take their bytes of the reply. Must not know about sockets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,20 +59,25 @@ _WHAT: dict[tuple[Kind, int], str] = {}
 """By kind and number of tables, which are few."""
 
 
-@dataclass(eq=False)
 class RowsPart:
-    """Tables whose rows travel, without duplicates."""
+    """Tables whose rows travel, without duplicates.
 
-    group: Group
-    plan: Plan
-    inputs: list[FlatBags]
-    is_used: NDArray[np.bool_] | None = None
-    _pieces: dict[int, memoryview] = field(default_factory=dict)
+    Args:
+        group: Which tables.
+        plan: Which rows.
+        inputs: For which bags.
 
-    @property
-    def tables(self) -> tuple[int, ...]:
-        """Which tables."""
-        return self.group.tables
+    Attributes:
+        is_used: Which tables have a gradient; None: all.
+    """
+
+    def __init__(self, group: Group, plan: Plan, inputs: list[FlatBags]) -> None:
+        self.group = group
+        self.plan = plan
+        self.inputs = inputs
+        self.tables = group.tables
+        self.is_used: NDArray[np.bool_] | None = None
+        self._pieces: dict[int, memoryview] = {}
 
     def lookup(self, server: int) -> Share | None:
         """The ids that a server is asked for, or None."""
@@ -81,26 +86,28 @@ class RowsPart:
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
-        low, high = self.plan.spans[server]
-        return aligned((high - low) * self.group.row_bytes)
+        return aligned(self.plan.counts[server] * self.group.row_bytes)
 
     def put(self, server: int, values: memoryview) -> None:
         """Take a server's rows."""
-        low, high = self.plan.spans[server]
-        self._pieces[server] = values[: (high - low) * self.group.row_bytes]
+        self._pieces[server] = values[: self.plan.counts[server] * self.group.row_bytes]
 
     def result(self) -> Tensor:
         """All rows, in the order of the plan."""
         pieces = [self._pieces[server] for server in sorted(self._pieces)]
         self._pieces.clear()
         kin = self.group.kin
-        if not pieces:
-            return torch.empty((0, kin.dim), dtype=kin.dtype)
         return _tensor(pieces, kin.dtype).view(-1, kin.dim)
 
-    def gradient(self, gradient: Tensor) -> Frame:
-        """A gradient of ``result()``, as the bytes that ``push`` cuts into shares."""
-        return _bytes(gradient)
+    def gradient(self, gradient: Tensor) -> list[Frame]:
+        """A gradient of ``result()``, as bytes for each server."""
+        whole, at = _bytes(gradient), 0
+        pieces = []
+        for count in self.plan.counts:
+            end = at + count * self.group.row_bytes
+            pieces.append(whole[at:end])
+            at = end
+        return pieces
 
     def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
         """A server's rows of the gradient, or None."""
@@ -111,14 +118,11 @@ class RowsPart:
             return self._rare_push(server, gradient, lrs)
         if share is None:
             return None
-        low, high = self.plan.spans[server]
-        values = gradient[low * group.row_bytes : high * group.row_bytes]
-        return Share(share.push, share.sections, share.ids, _padded(values))
+        return Share(share.push, sections, share.ids, _padded(gradient))
 
     def _rare_push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
         """Not all tables have a gradient, or one without is counted too, or rates are others."""
         found, group = self.plan.found, self.group
-        low, high = self.plan.spans[server]
         counts = found.counts(server)
         keep = (counts > 0) | group.counts_pushes[server]
         chosen: Any = slice(None)
@@ -130,8 +134,9 @@ class RowsPart:
         records = group.records[server][keep]
         records["ids"] = counts[keep]
         records["lr"] = np.array([lrs[table] for table in group.tables])[keep]
-        ids = found.ids[low:high][chosen]
-        rows = np.frombuffer(gradient, np.uint8).reshape(-1, group.row_bytes)[low:high][chosen]
+        low = int(found.starts[server * found.tables])
+        ids = found.ids[low : low + int(counts.sum())][chosen]
+        rows = np.frombuffer(gradient, np.uint8).reshape(-1, group.row_bytes)[chosen]
         return Share(records.tobytes(), len(records), ids.tobytes(), _padded(rows.tobytes()))
 
 
@@ -170,13 +175,13 @@ class BagsPart:
         """The pooled bags."""
         piece, self._piece = self._piece, None
         config = self.place.config
-        if piece is None:  # no bag at all
-            return torch.empty((0, config.embedding_dim), dtype=config.dtype)
-        return _tensor([piece], config.dtype).view(-1, config.embedding_dim)
+        pieces = [] if piece is None else [piece]  # None: no bag at all
+        return _tensor(pieces, config.dtype).view(-1, config.embedding_dim)
 
-    def gradient(self, gradient: Tensor) -> Frame:
+    def gradient(self, gradient: Tensor) -> list[Frame]:
         """A gradient of ``result()``; a copy, because it may be the user's own tensor."""
-        return bytes(_bytes(gradient))
+        found = bytes(_bytes(gradient))
+        return [found if number >= 0 else b"" for number in self.place.numbers]
 
     def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
         """The bags again, with their gradient."""
@@ -233,13 +238,9 @@ def _padded(values: Frame) -> Frame:
 
 def _tensor(pieces: Sequence[memoryview], dtype: torch.dtype) -> Tensor:
     """One tensor; without a copy if there is one piece that is aligned and may be written to."""
-    tensors = [_raw(piece) for piece in pieces]
-    is_view = len(tensors) == 1 and tensors[0].data_ptr() % dtype.itemsize == 0
-    return (tensors[0] if is_view else torch.cat(tensors)).view(dtype)
-
-
-def _raw(piece: memoryview) -> Tensor:
-    if not len(piece):
-        return torch.empty(0, dtype=torch.uint8)
-    # torch has no tensors that cannot be written to, and warns.
-    return torch.frombuffer(bytearray(piece) if piece.readonly else piece, dtype=torch.uint8)
+    if len(pieces) == 1 and not pieces[0].readonly and len(pieces[0]):
+        found = torch.frombuffer(pieces[0], dtype=dtype)
+        if found.data_ptr() % dtype.itemsize == 0:
+            return found
+    whole = bytearray().join(pieces)
+    return torch.frombuffer(whole, dtype=dtype) if whole else torch.empty(0, dtype=dtype)

@@ -14,9 +14,8 @@ that matters), and it does it once instead of ``tables`` times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,47 +44,41 @@ class RowsShare(NamedTuple):
     ids: Frame
 
 
-class Abreast(NamedTuple):
-    """See the note.
-
-    Args:
-        ranks: For each id of the bags, which of the distinct ones it is.
-        gather: For each row of the plan, which it is in lines of ``tables`` rows for each id.
-    """
-
-    ranks: Tensor
-    gather: Tensor
-
-
-@dataclass(eq=False)
 class Plan:
     """The rows of a batch.
 
     Args:
+        templates: What the records of ``shares`` were made of.
+        shares: For each server what it is sent, or None.
+        repeats: For each table two bytes: whether it has an id twice, then whether three times.
+        distinct: How many rows.
+
+    Attributes:
         places: For each id of all tables, where its row is among the distinct ones.
         offsets: Where bags begin in that, one table after the other; none for ``nn.Embedding``.
         bag_of: For each id, the bag it is in; None: not computed.
-        distinct: How many rows.
-        shares: For each server what it is sent, or None.
-        repeats: For each table two bytes: whether it has an id twice, then whether three times.
-        templates: What the records of ``shares`` were made of.
-        abreast: See the note; None: it is not the case, or not computed.
+        counts: How many rows each server has.
+        is_abreast: See the note; False also where it was not computed.
     """
 
     places: Tensor
     offsets: Tensor
-    bag_of: Tensor | None
-    distinct: int
-    shares: Sequence[RowsShare | None]
-    repeats: bytes
-    templates: bytes
-    abreast: Abreast | None
-    _rest: Tensor | Found
+    bag_of: Tensor | None = None
+    is_abreast = False
 
-    @property
-    def tables(self) -> int:
-        """How many tables."""
-        return len(self.repeats) // 2
+    def __init__(
+        self,
+        templates: bytes,
+        shares: Sequence[RowsShare | None],
+        repeats: bytes,
+        distinct: int,
+    ) -> None:
+        self.templates = templates
+        self.shares = shares
+        self.repeats = repeats
+        self.distinct = distinct
+        self.tables = len(repeats) // 2
+        self.counts = tuple([0 if each is None else len(each.ids) // 8 for each in shares])
 
     @property
     def twice(self) -> Flags:
@@ -97,26 +90,86 @@ class Plan:
         """The same for three times."""
         return np.frombuffer(self.repeats, np.bool_, self.tables, self.tables)
 
-    @cached_property
-    def spans(self) -> list[tuple[int, int]]:
-        """For each server where its rows begin and end."""
-        spans, low = [], 0
-        for share in self.shares:
-            high = low if share is None else low + len(share.ids) // 8
-            spans.append((low, high))
-            low = high
-        return spans
+    @property
+    def found(self) -> Found:
+        """The same in numpy, for what is rare."""
+        raise NotImplementedError
+
+
+class NumpyPlan(Plan):
+    """A plan by ``Layout.find``."""
+
+    def __init__(self, group: Group, inputs: Sequence[FlatBags], templates: bytes) -> None:
+        found = group.layout.find([each.ids_array for each in inputs])
+        records = np.frombuffer(templates, RECORD).reshape(len(group.records), -1)
+        shares = [_share(found, server, mine) for server, mine in enumerate(records)]
+        repeats = found.twice.tobytes() + found.thrice.tobytes()
+        super().__init__(templates, shares, repeats, len(found.ids))
+        self.places = torch.from_numpy(found.inverse)
+        self.offsets = torch.from_numpy(_offsets(inputs))
+        self._found = found
+
+    @property
+    def found(self) -> Found:
+        """All there is."""
+        return self._found
+
+
+class NativePlan(Plan):
+    """A plan by the native core. Its arrays are parts of one memory, in the order of ``lay_out``.
+
+    Args:
+        templates: See the base.
+        first: How many ids the first table has.
+        found: What the core returned.
+    """
+
+    def __init__(self, templates: bytes, first: int, found: Any) -> None:
+        self._memory, ids, bags, distinct, shares, repeats, self.is_abreast = found
+        shares = [None if share is None else RowsShare._make(share) for share in shares]
+        super().__init__(templates, shares, repeats, distinct)
+        self._first = first
+        self._ranks_at = 2 * ids + bags
+        self._ids_at = 3 * ids + bags + first
+        self.places = self._ints(0, ids)
+        self.offsets = self._ints(2 * ids, bags)
+
+    @property
+    def bag_of(self) -> Tensor:  # type: ignore[override]
+        """For each id, the bag it is in."""
+        return self._ints(len(self.places), len(self.places))
+
+    @property
+    def ranks(self) -> Tensor:
+        """Abreast: for each id of the bags, which of the distinct ones it is."""
+        return self._ints(self._ranks_at, self._first)
+
+    @property
+    def first_bag_of(self) -> Tensor:
+        """Abreast: for each id of the bags, the bag it is in."""
+        return self._ints(len(self.places), self._first)
+
+    def cut(self, lines: Tensor, row_bytes: int) -> tuple[bytes, ...]:
+        """Abreast: lines of the rows of all tables for each id, as rows for each server."""
+        first = self._ranks_at + self._first
+        found: tuple[bytes, ...] = native.gather(
+            lines.data_ptr(), row_bytes, self._memory, first, self.counts
+        )
+        return found
 
     @cached_property
     def found(self) -> Found:
-        """The same in numpy, for what is rare."""
-        if isinstance(self._rest, Found):
-            return self._rest
-        rest = self._rest.numpy()
-        starts = rest[len(self.places) :]
-        inverse = self.places.numpy()
-        ids = rest[: self.distinct]
+        """The same in numpy."""
+        numbers = np.frombuffer(self._memory, np.int64)
+        ids = numbers[self._ids_at :][: self.distinct]
+        starts = numbers[self._ids_at + len(self.places) :]
+        inverse = numbers[: len(self.places)]
         return Found(ids, inverse, starts, self.tables, self.twice, self.thrice)
+
+    def _ints(self, at: int, count: int) -> Tensor:
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.frombuffer(self._memory, dtype=torch.int64, count=count, offset=8 * at)
 
 
 def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> Plan:
@@ -126,42 +179,12 @@ def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> P
         IdRangeError: An id is outside of its table.
     """
     templates = group.templates(lrs)
-    found = None if native is None else _by_native(group, inputs, templates)
-    return _by_numpy(group, inputs, templates) if found is None else found
-
-
-def _by_native(group: Group, inputs: Sequence[FlatBags], templates: bytes) -> Plan | None:
-    spots = [each.spot for each in inputs]
-    first, ids = spots[0][1], sum([spot[1] for spot in spots])
-    bags, starts = sum([spot[3] for spot in spots]), len(templates) // RECORD.itemsize + 1
-    memory = torch.empty(4 * ids + bags + first + starts, dtype=torch.int64)
-    found = native.plan(group.layout.packed, templates, spots, memory.data_ptr())
-    if found is None:
-        return None
-    distinct, shares, repeats, is_alike = found
-    # The order of `lay_out` in native/plan.c.
-    sizes = [ids, ids, bags, first, distinct, ids - distinct, ids + starts]
-    places, bag_of, offsets, ranks, gather, _, rest = memory.split_with_sizes(sizes)
-    shares = [None if share is None else RowsShare._make(share) for share in shares]
-    abreast = Abreast(ranks, gather) if is_alike else None
-    return Plan(places, offsets, bag_of, distinct, shares, repeats, templates, abreast, rest)
-
-
-def _by_numpy(group: Group, inputs: Sequence[FlatBags], templates: bytes) -> Plan:
-    found = group.layout.find([each.ids_array for each in inputs])
-    records = np.frombuffer(templates, RECORD).reshape(len(group.records), -1)
-    shares = [_share(found, server, mine) for server, mine in enumerate(records)]
-    return Plan(
-        torch.from_numpy(found.inverse),
-        torch.from_numpy(_offsets(inputs)),
-        None,
-        len(found.ids),
-        shares,
-        found.twice.tobytes() + found.thrice.tobytes(),
-        templates,
-        None,
-        found,
-    )
+    if native is not None:
+        spots = [each.spot for each in inputs]
+        found = native.plan(group.layout.packed, templates, spots)
+        if found is not None:
+            return NativePlan(templates, spots[0][1], found)
+    return NumpyPlan(group, inputs, templates)
 
 
 def _share(found: Found, server: int, templates: np.ndarray) -> RowsShare | None:

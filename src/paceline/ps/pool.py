@@ -32,6 +32,8 @@ from torch import Tensor
 from paceline.ps.inputs import FlatBags
 from paceline.ps.parts import RowsPart
 from paceline.ps.plan import Flags, Ints
+from paceline.ps.planner import NativePlan
+from paceline.ps.wire import Frame
 from paceline.torch_private import (
     embedding_backward,
     embedding_bag_backward,
@@ -74,11 +76,10 @@ class Pool:
     def forward(self, rows: Tensor) -> Sequence[Tensor]:
         """What each table of the part makes of its rows."""
         inputs, plan, kin = self._inputs, self._plan, self._kin
-        places, offsets, bag_of = plan.places, plan.offsets, plan.bag_of
+        places, offsets = plan.places, plan.offsets
         device = inputs[0].device
         if device != _CPU:
             rows, places, offsets = rows.to(device), places.to(device), offsets.to(device)
-            bag_of = None
         if inputs[0].offsets is None:
             return [F.embedding(places.view(inputs[0].shape), rows)]
         weights = _weights(inputs) if kin.is_weighted else None
@@ -87,24 +88,32 @@ class Pool:
             *(rows, places, offsets, kin.scale_grad_by_freq, _MODES[kin.mode], kin.sparse),
             *(weights, False, padding),
         )
-        if bag_of is not None and not offset2bag.numel():
-            offset2bag = bag_of  # else torch computes it in backward
         self._call = _Call(places, offsets, weights, padding, offset2bag, *found)
         if weights is not None and weights.requires_grad:
             self._rows = rows
         return _cut(pooled, [each.bags for each in inputs])
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """The gradient of the rows, None if no table has one. Notes which tables have one."""
+    def backward(
+        self, gradients: Sequence[Tensor | None], scale: float = 1.0
+    ) -> Sequence[Frame] | None:
+        """The gradient of the rows as each server gets it, None if no table has one.
+
+        Notes which tables have one.
+        """
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
             return None
         is_complete = len(given) == len(gradients)
         self.part.is_used = None if is_complete else np.array([g is not None for g in gradients])
-        if self._call is None:
-            return self._backward_of_embedding(given[0])
         if is_complete and self._is_abreast():
-            return self._backward_abreast(self._call, given)
+            assert isinstance(self._plan, NativePlan)
+            lines = _scaled(self._backward_abreast(self._plan, given), scale)
+            return self._plan.cut(lines, self.part.group.row_bytes)
+        return self.part.gradient(_scaled(self._backward_of_rows(gradients), scale))
+
+    def _backward_of_rows(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        if self._call is None:
+            return self._backward_of_embedding(gradients[0])
         return self._backward_of_tables(self._call, gradients)
 
     def weights_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -119,6 +128,7 @@ class Pool:
         return list(found.split([each.count for each in self._inputs]))
 
     def _backward(self, call: _Call, gradient: Tensor, count: int) -> Tensor:
+        """Of all tables, or of one: with the bag of each id, unless torch computes that here."""
         kin = self._kin
         found: Tensor = embedding_bag_backward(
             *(gradient, call.places, call.offsets, call.offset2bag, call.bag_size),
@@ -130,17 +140,16 @@ class Pool:
     def _is_abreast(self) -> bool:
         kin, plan = self._kin, self._plan
         is_here = self._inputs[0].device == _CPU
-        if plan.abreast is None or not is_here or kin.sparse or kin.mode == "max":
+        if not plan.is_abreast or not is_here or kin.sparse or kin.mode == "max":
             return False
         # By one call always, by one call each where there must be one each anyway.
         return not kin.is_scaled or 1 in plan.repeats
 
-    def _backward_abreast(self, call: _Call, gradients: list[Tensor]) -> Tensor:
-        """Lines of the rows of all tables for each id, then cut into rows of the plan."""
-        assert self._plan.abreast is not None
-        ranks, gather = self._plan.abreast
-        kin, count = self._kin, self._plan.distinct // len(gradients)
-        bag_of = call.offset2bag[: len(ranks)]
+    def _backward_abreast(self, plan: NativePlan, gradients: list[Tensor]) -> Tensor:
+        """Lines of the gradients of all tables' rows, one for each id."""
+        assert self._call is not None
+        kin, call, count = self._kin, self._call, plan.distinct // len(gradients)
+        ranks, bag_of = plan.ranks, plan.first_bag_of
 
         def lines(gradient: Tensor, weights: Tensor | None) -> Tensor:
             found: Tensor = embedding_bag_dense_backward(
@@ -150,12 +159,10 @@ class Pool:
             return found
 
         if not kin.is_scaled:
-            wide = lines(torch.cat(gradients, 1), None)
-        else:
-            weights: Any = repeat(None) if call.weights is None else call.weights.split(len(ranks))
-            pairs = zip(gradients, weights, strict=False)
-            wide = torch.cat([lines(gradient.contiguous(), own) for gradient, own in pairs], 1)
-        return wide.view(-1, kin.dim).index_select(0, gather)
+            return lines(torch.cat(gradients, 1), None)
+        weights: Any = repeat(None) if call.weights is None else call.weights.split(len(ranks))
+        pairs = zip(gradients, weights, strict=False)
+        return torch.cat([lines(gradient.contiguous(), own) for gradient, own in pairs], 1)
 
     def _backward_of_tables(self, call: _Call, gradients: Sequence[Tensor | None]) -> Tensor:
         """All tables by one call, or those for which that would change a bit by their own."""
@@ -165,10 +172,17 @@ class Pool:
         if apart[is_used].all():
             rows = whole.new_zeros((self._plan.distinct, self._kin.dim))
         else:
-            rows = self._backward(call, whole, self._plan.distinct)
+            rows = self._backward(self._with_bags(call), whole, self._plan.distinct)
         for table in np.flatnonzero(apart & is_used).tolist():
             self._backward_of_table(call, table, gradients[table], rows)
         return rows
+
+    def _with_bags(self, call: _Call) -> _Call:
+        """The same call with the bag of each id, if that is known and torch would compute it."""
+        bag_of = self._plan.bag_of
+        if bag_of is None or len(call.offset2bag) or call.places.device != _CPU:
+            return call
+        return call._replace(offset2bag=bag_of)
 
     def _backward_of_table(
         self, call: _Call, table: int, gradient: Tensor | None, rows: Tensor
@@ -197,7 +211,8 @@ class Pool:
             call.max_indices,
         )
 
-    def _backward_of_embedding(self, gradient: Tensor) -> Tensor:
+    def _backward_of_embedding(self, gradient: Tensor | None) -> Tensor:
+        assert gradient is not None
         places = self._plan.places.to(gradient.device)
         found: Tensor = embedding_backward(
             *(gradient, places.view(self._inputs[0].shape), self._plan.distinct),
@@ -247,6 +262,10 @@ def _weights(inputs: Sequence[FlatBags]) -> Tensor | None:
     if not weights:
         return None
     return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _scaled(gradient: Tensor, scale: float) -> Tensor:
+    return gradient if scale == 1.0 else gradient * scale
 
 
 def _cut(pooled: Tensor, bags: list[int]) -> Sequence[Tensor]:

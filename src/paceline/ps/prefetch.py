@@ -16,7 +16,6 @@ its pushes, and its *open graphs*: forwards whose backward has not pushed yet an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +44,8 @@ class PrefetchCounts:
 @dataclass
 class _Announced:
     batch: Any
-    versions: tuple[int, ...]
+    tensors: list[tuple[Tensor, int]]
+    """With their versions when they were announced."""
     visit: Visit
     epoch: int
 
@@ -64,8 +64,8 @@ class Announcements:
 
     def add(self, batch: Any, visit: Visit, epoch: int) -> None:
         """Keep a batch until it is used."""
-        versions = tuple([each._version for each in _tensors(batch)])
-        self._waiting.append(_Announced(batch, versions, visit, epoch))
+        tensors = [(each, each._version) for each in _tensors(batch)]
+        self._waiting.append(_Announced(batch, tensors, visit, epoch))
         if len(self._waiting) > self.staleness + 1:
             dropped = self._waiting.pop(0)
             dropped.visit.forget()
@@ -87,7 +87,7 @@ class Announcements:
     def take(self, batch: Any, pushes: int, epoch: int) -> Visit | None:
         """The visit of a batch that is used now, if it was announced."""
         for at, each in enumerate(self._waiting):
-            if _is_same(batch, each.batch, each.versions):
+            if _is_unchanged(each) and _is_same(batch, each.batch):
                 del self._waiting[at]
                 self._use(each, pushes, epoch)
                 return each.visit
@@ -107,7 +107,7 @@ def _tensors(batch: Any) -> list[Tensor]:
     """The tensors of a batch; those of tables that share their bags once."""
     if isinstance(batch, Tensor):
         return [batch]
-    if not isinstance(batch, Mapping):
+    if isinstance(batch, tuple):
         return [each for each in batch if each is not None]
     found: list[Tensor] = []
     last = None
@@ -118,17 +118,19 @@ def _tensors(batch: Any) -> list[Tensor]:
     return found
 
 
-def _is_same(batch: Any, announced: Any, versions: tuple[int, ...]) -> bool:
-    """Say whether a batch is the announced one: its tensors, or equal ones, unchanged since."""
-    if tuple([each._version for each in _tensors(announced)]) != versions:
-        return False
-    if not isinstance(batch, Mapping):
+def _is_unchanged(announced: _Announced) -> bool:
+    return all(tensor._version == version for tensor, version in announced.tensors)
+
+
+def _is_same(batch: Any, announced: Any) -> bool:
+    """Say whether a batch is the announced one: its tensors, or equal ones."""
+    if isinstance(batch, (Tensor, tuple)) or isinstance(announced, (Tensor, tuple)):
         return _are_equal(batch, announced)
-    if not isinstance(announced, Mapping) or batch.keys() != announced.keys():
+    if len(batch) != len(announced):
         return False
     ours = theirs = None
     for name, bags in batch.items():
-        other = announced[name]
+        other = announced.get(name)
         if bags is not ours or other is not theirs:
             if not _are_equal(bags, other):
                 return False
@@ -143,5 +145,5 @@ def _are_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if not isinstance(one, Tensor):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
+        return one is not None and len(one) == len(other) and all(map(_are_equal, one, other))
     return one.shape == other.shape and one.dtype == other.dtype and one.equal(other)

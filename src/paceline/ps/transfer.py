@@ -70,7 +70,7 @@ def _write(tables: Tables, part: RowsPart, rows: Tensor) -> None:
     values = part.gradient(ordered)
     asked = []
     for server, channel in enumerate(tables.servers.channels):
-        share = part.push(server, values, tables.lrs)
+        share = part.push(server, values[server], tables.lrs)
         if share is not None:
             asked.append((channel, channel.post(message(Kind.WRITE, [share]))))
     for channel, pending in asked:

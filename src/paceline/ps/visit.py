@@ -48,8 +48,8 @@ class Visit:
         self.parts = tuple(parts)
         self.stage = Stage.PLANNED
         self.pushes_before = 0
-        self.pools = tuple(Pool(part) for part in parts if isinstance(part, RowsPart))
-        self.tables = tuple(table for part in parts for table in part.tables)
+        self.pools = [Pool(part) for part in parts if isinstance(part, RowsPart)]
+        self.tables = [table for part in parts for table in part.tables]
         self._channels = channels
         self._asked: list[tuple[Channel, Pending]] = []
 
@@ -87,11 +87,13 @@ class Visit:
 
     def push(self, gradients: Sequence[Tensor | None], lrs: Sequence[float], scale: float) -> bool:
         """Send one push to each server that has something of it; say whether there was any."""
-        given = []
-        for part, gradient in self._gradients(gradients):
-            if gradient is not None:
-                scaled = gradient if scale == 1.0 else gradient * scale
-                given.append((part, part.gradient(scaled)))
+        given: list[tuple[Part, Sequence[Frame]]] = []
+        for pool, mine in self._by_pool(gradients):
+            pieces = pool.backward(mine, scale)
+            if pieces is not None:
+                given.append((pool.part, pieces))
+        if len(self.pools) < len(self.parts):
+            given.extend(self._of_bags(gradients, scale))
         sent = [self._push(server, given, lrs) for server in range(len(self._channels))]
         return any(sent)
 
@@ -108,29 +110,34 @@ class Visit:
                 found.extend(pool.weights_backward(mine))
         return found
 
-    def _gradients(
-        self, gradients: Sequence[Tensor | None]
-    ) -> Iterator[tuple[Part, Tensor | None]]:
-        """The gradient of what each part has found."""
-        for pool, mine in self._by_pool(gradients):
-            yield pool.part, pool.backward(mine)
+    def _of_bags(
+        self, gradients: Sequence[Tensor | None], scale: float
+    ) -> Iterator[tuple[Part, Sequence[Frame]]]:
+        """What the parts that servers pool have to push."""
         given = dict(zip(self.tables, gradients, strict=True))
         for part in self.parts:
             if isinstance(part, BagsPart):
-                yield part, given[part.table]
+                gradient = given[part.table]
+                if gradient is not None:
+                    yield part, part.gradient(gradient if scale == 1.0 else gradient * scale)
 
     def _by_pool(
         self, gradients: Sequence[Tensor | None]
-    ) -> Iterator[tuple[Pool, list[Tensor | None]]]:
+    ) -> Iterator[tuple[Pool, Sequence[Tensor | None]]]:
+        if len(self.parts) == len(self.pools) == 1:
+            yield self.pools[0], gradients
+            return
         given = dict(zip(self.tables, gradients, strict=True))
         for pool in self.pools:
             yield pool, [given[table] for table in pool.part.tables]
 
-    def _push(self, server: int, given: list[tuple[Part, Frame]], lrs: Sequence[float]) -> bool:
+    def _push(
+        self, server: int, given: list[tuple[Part, Sequence[Frame]]], lrs: Sequence[float]
+    ) -> bool:
         shares = [
             share
-            for part, gradient in given
-            if (share := part.push(server, gradient, lrs)) is not None
+            for part, pieces in given
+            if (share := part.push(server, pieces[server], lrs)) is not None
         ]
         if shares:
             self._channels[server].post(message(Kind.PUSH, shares))

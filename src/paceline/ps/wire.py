@@ -262,6 +262,28 @@ def read_head(frame: Frame) -> tuple[Head, memoryview]:
     return _unpack_head(first)[0], first[_HEAD.size :]
 
 
+def pack_request(
+    kind: Kind, request: int, client: bytes, sequence: int, sections: int, tail: bytes
+) -> bytes:
+    """The first frame of a message: its head, and what follows."""
+    return _HEAD.pack(MAGIC, VERSION, kind, 0, request, client, sequence, sections, 0) + tail
+
+
+def read_reply(frame: Frame) -> tuple[Kind, int]:
+    """The kind of a message, and which request it answers.
+
+    Raises:
+        WireError: It is none.
+    """
+    kind, request, _, _, _ = _unpack_fields(memoryview(frame))
+    return kind, request
+
+
+def rest_of(frame: Frame) -> memoryview:
+    """What follows the head in the first frame."""
+    return memoryview(frame)[_HEAD.size :]
+
+
 def is_repeated(frame: Frame, kind: Kind, records: bytes) -> bool:
     """Say whether the first frame of a message, whose head was read, is of this kind and has
     these records."""
@@ -281,6 +303,11 @@ _NOTHING = memoryview(b"")
 
 
 def _unpack_head(frame: memoryview) -> tuple[Head, int]:
+    kind, request, client, sequence, sections = _unpack_fields(frame)
+    return Head(kind, request, client, sequence), sections
+
+
+def _unpack_fields(frame: memoryview) -> tuple[Kind, int, bytes, int, int]:
     if len(frame) < _HEAD.size:
         raise WireError(f"{len(frame)} bytes are too few for a head of {_HEAD.size}")
     magic, version, kind, flags, request, client, sequence, sections, reserved = _HEAD.unpack_from(
@@ -297,7 +324,7 @@ def _unpack_head(frame: memoryview) -> tuple[Head, int]:
         raise WireError(f"unknown kind {kind}")
     if (found in SEQUENCED) != (sequence > 0):
         raise WireError(f"{found.name} with sequence number {sequence}")
-    return Head(found, request, client, sequence), sections
+    return found, request, client, sequence, sections
 
 
 def _unpack_control(text: memoryview, frames: Sequence[Frame], sections: int) -> Mapping[str, Any]:

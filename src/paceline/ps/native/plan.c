@@ -20,7 +20,7 @@ typedef struct {
     uint64_t at;
 } Entry;
 
-/* As `Group.native_layout` packs it; followed by rows[tables], homes[tables]. */
+/* As `Layout.packed` of ps/plan.py; followed by rows[tables], homes[tables]. */
 typedef struct {
     int64_t tables, servers, sharding;
     int64_t numbers[];
@@ -360,6 +360,11 @@ static int are_alike(const Plan *plan) {
     return plan->layout->tables > 1 && plan->bags > 0;
 }
 
+static int64_t memory_for(const Plan *plan) {
+    int64_t starts = plan->layout->servers * plan->layout->tables + 1;
+    return 4 * plan->ids + plan->bags + plan->inputs[0].count + starts;
+}
+
 static void lay_out(Plan *plan, int64_t *memory, int alike) {
     Results *out = &plan->results;
     out->places = memory;
@@ -374,12 +379,28 @@ static void lay_out(Plan *plan, int64_t *memory, int alike) {
     }
 }
 
-static PyObject *planned(Plan *plan, const char *records, int64_t *memory) {
+/* The results as Python gets them, once the sources are read. */
+static PyObject *results_of(Plan *plan, const char *records, int64_t *places_of, int64_t *next) {
+    int alike = are_alike(plan);
+    PyObject *memory = PyByteArray_FromStringAndSize(NULL, memory_for(plan) * sizeof(int64_t));
+    if (memory == NULL) {
+        return NULL;
+    }
+    lay_out(plan, (int64_t *)PyByteArray_AsString(memory), alike);
+    write_results(plan, places_of, next);
+    int64_t distinct = plan->results.starts[plan->layout->servers * plan->layout->tables];
+    /* N takes the references, and frees them if one of them is NULL. */
+    return Py_BuildValue("(NLLLNNO)", memory, (long long)plan->ids, (long long)plan->bags,
+                         (long long)distinct, shares_for_all(plan, records), repeats(plan),
+                         alike ? Py_True : Py_False);
+}
+
+static PyObject *planned(Plan *plan, const char *records) {
     int64_t ids = plan->ids, largest = plan->largest_input, servers = plan->layout->servers;
     int64_t tables = plan->layout->tables;
     size_t numbers = 2 * ids + largest + servers * (tables + 1) + (ids + 1) / 2;
     char *scratch = PyMem_Malloc(numbers * sizeof(int64_t) + 2 * largest * sizeof(Entry) +
-                                 tables * sizeof(Source) + sizeof(int64_t));
+                                 tables * sizeof(Source));
     if (scratch == NULL) {
         return PyErr_NoMemory();
     }
@@ -388,48 +409,29 @@ static PyObject *planned(Plan *plan, const char *records, int64_t *memory) {
     uint64_t *values = (uint64_t *)(plan->entries + 2 * largest);
     int64_t *ranks = (int64_t *)(values + ids), *places_of = ranks + ids;
     int64_t *next = places_of + largest, *shares = next + servers;
-    PyObject *result = NULL;
-    if (!read_sources(plan, values, ranks, shares, (int32_t *)(shares + servers * tables))) {
-        result = Py_BuildValue("");
-    } else {
-        int alike = are_alike(plan);
-        lay_out(plan, memory, alike);
-        write_results(plan, places_of, next);
-        PyObject *all = shares_for_all(plan, records);
-        PyObject *flags = all == NULL ? NULL : repeats(plan);
-        int64_t distinct = plan->results.starts[servers * tables];
-        result = flags == NULL ? NULL
-                               : Py_BuildValue("(LOOO)", (long long)distinct, all, flags,
-                                               alike ? Py_True : Py_False);
-        Py_XDECREF(all);
-        Py_XDECREF(flags);
-    }
+    int32_t *owners = (int32_t *)(shares + servers * tables);
+    PyObject *result = read_sources(plan, values, ranks, shares, owners)
+                           ? results_of(plan, records, places_of, next)
+                           : Py_BuildValue("");
     PyMem_Free(scratch);
     return result;
 }
 
 static const char plan_doc[] =
-    "plan(layout, records, inputs, memory) -> None | (distinct, shares, repeats, alike)\n\n"
-    "layout: as Group.native_layout; records: of all servers and tables, 32 bytes each; inputs: a\n"
-    "list of (address of ids, count, address of offsets, bags); memory: address of int64.\n"
-    "None: an id is out of range.";
+    "plan(layout, records, inputs) -> None | (memory, ids, bags, distinct, shares, repeats, alike)\n\n"
+    "layout: as Layout.packed; records: of all servers and tables, 32 bytes each; inputs: a list\n"
+    "of (address of ids, count, address of offsets, bags). None: an id is out of range.";
 
 static PyObject *plan_batch(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    if (count != 4 || !PyBytes_Check(arguments[0]) || !PyBytes_Check(arguments[1]) ||
+    if (count != 3 || !PyBytes_Check(arguments[0]) || !PyBytes_Check(arguments[1]) ||
         !PyList_Check(arguments[2])) {
-        PyErr_SetString(PyExc_TypeError, "plan(layout: bytes, records: bytes, inputs: list, memory: int)");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "plan(layout: bytes, records: bytes, inputs: list)");
     }
     const Layout *layout = (const Layout *)PyBytes_AsString(arguments[0]);
-    long long memory = PyLong_AsLongLong(arguments[3]);
-    if (memory == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
     if (PyList_Size(arguments[2]) != layout->tables ||
         PyBytes_Size(arguments[1]) != layout->tables * layout->servers * RECORD_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "one input for each table, one record for each server too");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "an input for each table, and a record by server");
     }
     Plan plan = {.layout = layout, .rows = (const uint64_t *)layout->numbers,
                  .homes = layout->numbers + layout->tables};
@@ -439,10 +441,45 @@ static PyObject *plan_batch(PyObject *module, PyObject *const *arguments, Py_ssi
     }
     PyObject *result = NULL;
     if (read_inputs(&plan, arguments[2])) {
-        result = planned(&plan, PyBytes_AsString(arguments[1]), (int64_t *)(intptr_t)memory);
+        result = planned(&plan, PyBytes_AsString(arguments[1]));
     }
     PyMem_Free(plan.inputs);
     return result;
+}
+
+static const char gather_doc[] =
+    "gather(address, row_bytes, memory, first, counts) -> tuple of bytes\n\n"
+    "Rows in the order of `gather` of a plan, which begins at number `first` of its memory, cut\n"
+    "into as many as counts says.";
+
+static PyObject *gather(PyObject *module, PyObject *arguments) {
+    (void)module;
+    long long address, row_bytes, first;
+    PyObject *memory, *counts;
+    if (!PyArg_ParseTuple(arguments, "LLOLO", &address, &row_bytes, &memory, &first, &counts)) {
+        return NULL;
+    }
+    if (!PyByteArray_Check(memory) || !PyTuple_Check(counts)) {
+        return PyErr_Format(PyExc_TypeError, "memory is a bytearray, counts a tuple");
+    }
+    const char *rows = (const char *)(intptr_t)address;
+    const int64_t *order = (const int64_t *)PyByteArray_AsString(memory) + first;
+    Py_ssize_t pieces = PyTuple_Size(counts);
+    PyObject *found = PyTuple_New(pieces);
+    for (Py_ssize_t piece = 0; found != NULL && piece < pieces; piece++) {
+        Py_ssize_t count = PyLong_AsSsize_t(PyTuple_GetItem(counts, piece));
+        PyObject *bytes = PyBytes_FromStringAndSize(NULL, count * row_bytes);
+        if (bytes == NULL) {
+            Py_CLEAR(found);
+            break;
+        }
+        char *to = PyBytes_AsString(bytes);
+        for (Py_ssize_t at = 0; at < count; at++, to += row_bytes) {
+            memcpy(to, rows + *order++ * row_bytes, row_bytes);
+        }
+        PyTuple_SetItem(found, piece, bytes);
+    }
+    return found;
 }
 
 static const char offsets_doc[] =
@@ -470,6 +507,7 @@ static PyObject *are_offsets(PyObject *module, PyObject *const *arguments, Py_ss
 
 PyMethodDef pl_plan_functions[] = {
     {"plan", (PyCFunction)(void (*)(void))plan_batch, METH_FASTCALL, plan_doc},
+    {"gather", gather, METH_VARARGS, gather_doc},
     {"are_offsets", (PyCFunction)(void (*)(void))are_offsets, METH_FASTCALL, offsets_doc},
     {NULL, NULL, 0, NULL},
 };
