@@ -14,7 +14,7 @@ import torch
 
 from paceline.ps.door import Door
 from paceline.ps.extension import native
-from paceline.ps.quick import MOST_BYTES
+from paceline.ps.quick import Quick
 from paceline.ps.store import Store
 
 _TALLY = struct.Struct("<IIQII")  # table, ids, end_ns, took_ns, is_push
@@ -27,12 +27,14 @@ class Attendant:
 
     Args:
         store: Of the server.
+        quick: The quick way to its tables.
         may_push: Whether pushes need no journal.
     """
 
-    def __init__(self, store: Store, *, may_push: bool) -> None:
+    def __init__(self, store: Store, quick: Quick, *, may_push: bool) -> None:
         self._native: Any = native.Attendant()
         self._store = store
+        self._quick = quick
         self._way = sgd_way() if may_push else _NO_PUSH
         self._pairs: list[Any] = []
         self._accounts: list[bytearray] = []
@@ -42,9 +44,9 @@ class Attendant:
         """Answer until Python is needed, one of ``fds`` has something, or the time is over."""
         if self._visitors != list(door.visitors):
             self._meet(door)
-        entries = self._store.entries
+        quick = self._quick
         self._native.attend(
-            *(self._pairs, self._accounts, entries, MOST_BYTES, self._way),
+            *(self._pairs, self._accounts, quick.entries, quick.most_bytes, self._way),
             *(door.event, fds, timeout_ms),
         )
         self._settle(self._native.tallies())

@@ -65,6 +65,7 @@ class Quick:
 
     Attributes:
         entries: Of the tables, by number.
+        most_bytes: Of all rows of a message.
     """
 
     def __init__(self, native: Any, max_reply_bytes: int) -> None:
@@ -72,7 +73,7 @@ class Quick:
         self._gather = native.rows_gather
         self._scatter = native.rows_scatter
         self._scratch = Scratch(MOST_BYTES)
-        self._most_bytes = min(MOST_BYTES, max_reply_bytes)
+        self.most_bytes = min(MOST_BYTES, max_reply_bytes)
         self._tables: list[Table] = []
         self.entries: list[bytearray] = []
         self._families: dict[tuple[object, ...], int] = {}
@@ -91,7 +92,7 @@ class Quick:
         if len(frames) != 3:
             return None
         start_ns = time.perf_counter_ns()
-        found = self._read(self.entries, self._most_bytes, *frames)
+        found = self._read(self.entries, self.most_bytes, *frames)
         if found is None:
             return None
         if len(found) > 2:

@@ -80,8 +80,10 @@ class Server:
             self._context.destroy(linger=0)
             raise
         self._attendant: Attendant | None = None
-        if self._door is not None and not settings.fsync:  # answers would overtake others' sync
-            self._attendant = Attendant(handler.store, may_push=durable is None)
+        quick = handler.store.quick
+        # With fsync, its answers would overtake those that wait for it.
+        if self._door is not None and quick is not None and not settings.fsync:
+            self._attendant = Attendant(handler.store, quick, may_push=durable is None)
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
     def run(self, stop_fds: Sequence[int]) -> None:

@@ -43,6 +43,9 @@ class Store:
     Args:
         max_bytes: Of rows and their state, for all tables together.
         max_reply_bytes: Of one FOUND.
+
+    Attributes:
+        quick: The quick way to the tables, with a native core.
     """
 
     def __init__(self, max_bytes: int, max_reply_bytes: int) -> None:
@@ -52,17 +55,12 @@ class Store:
         self._by_name: dict[str, Table] = {}
         self._max_reply_bytes = max_reply_bytes
         native = extension.native
-        self._quick = None if native is None else Quick(native, max_reply_bytes)
+        self.quick = None if native is None else Quick(native, max_reply_bytes)
         self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
             Kind.ATTACH: self._prepare_attach,
             Kind.PUSH: self._prepare_push,
             Kind.WRITE: self._prepare_write,
         }
-
-    @property
-    def entries(self) -> list[bytearray]:
-        """What the native core knows of each table, by number."""
-        return [] if self._quick is None else self._quick.entries
 
     def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | Message:
         """Read a message: one that the quick way takes is looked up, or checked, already.
@@ -73,11 +71,11 @@ class Store:
         Raises:
             WireError: It is none.
         """
-        if self._quick is not None:
-            found = self._quick.read(frames)
+        if self.quick is not None:
+            found = self.quick.read(frames)
             if found is not None:
                 return found
-            self._quick.settle()  # meters get calls in their order
+            self.quick.settle()  # meters get calls in their order
         return unpack(frames)
 
     def lookup(self, message: Message) -> list[Frame]:
@@ -157,8 +155,8 @@ class Store:
         table = Table(len(self.tables), spec, shard, self.budget)
         self.tables.append(table)
         self._by_name[spec.name] = table
-        if self._quick is not None:
-            self._quick.add(table)
+        if self.quick is not None:
+            self.quick.add(table)
         return table
 
     def table_named(self, name: str) -> Table | None:
@@ -167,15 +165,15 @@ class Store:
 
     def forget_traffic(self) -> None:
         """Let all meters begin anew."""
-        if self._quick is not None:
-            self._quick.settle()
+        if self.quick is not None:
+            self.quick.settle()
         for table in self.tables:
             table.lookups, table.pushes = Meter(), Meter()
 
     def stats(self, first: int, last: int) -> list[dict[str, Any]]:
         """For each of these tables: what it is, how full, how busy."""
-        if self._quick is not None:
-            self._quick.settle()
+        if self.quick is not None:
+            self.quick.settle()
         return [
             {
                 "name": table.spec.name,
