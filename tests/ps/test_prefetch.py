@@ -202,3 +202,14 @@ def test_collections_and_embeddings_prefetch_too(servers: ps.Servers, order: lis
     embedding(batch(1))
     assert order == ["lookup", "lookup"]
     assert collection.prefetch_counts.used == embedding.prefetch_counts.used == 1
+
+
+def test_the_same_tensors_for_other_tables_are_another_batch(servers: ps.Servers) -> None:
+    tables = [ps.TableConfig(next(names), ROWS, 4, mode="sum") for _ in range(2)]
+    collection = ps.EmbeddingBagCollection(tables, servers=servers)
+    first, second = (table.name for table in tables)
+    ids = (batch(1, 2), batch(3, 4))
+    collection.prefetch({first: ids[0], second: ids[1]})
+    found = collection({second: ids[0], first: ids[1]})
+    assert collection.prefetch_counts.used == 0
+    assert torch.equal(found[first][0], collection.rows(first, ids[1][0]).sum(0))

@@ -107,7 +107,7 @@ def _tensors(batch: Any) -> list[Tensor]:
     """The tensors of a batch; those of tables that share their bags once."""
     if isinstance(batch, Tensor):
         return [batch]
-    if isinstance(batch, tuple):
+    if isinstance(batch, (tuple, list)):
         return [each for each in batch if each is not None]
     found: list[Tensor] = []
     last = None
@@ -124,7 +124,7 @@ def _is_unchanged(announced: _Announced) -> bool:
 
 def _is_same(batch: Any, announced: Any) -> bool:
     """Say whether a batch is the announced one: its tensors, or equal ones."""
-    if isinstance(batch, (Tensor, tuple)) or isinstance(announced, (Tensor, tuple)):
+    if isinstance(batch, (Tensor, tuple)):
         return _are_equal(batch, announced)
     if len(batch) != len(announced):
         return False
