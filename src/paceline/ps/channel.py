@@ -29,7 +29,7 @@ from paceline.errors import (
 )
 from paceline.ps.ledger import Ledger, Pending, State
 from paceline.ps.link import Link, News
-from paceline.ps.wire import Frame, Kind, WireError, read_head
+from paceline.ps.wire import Frame, WireError, is_error, read_head
 
 log = logging.getLogger("paceline.ps")
 
@@ -119,7 +119,7 @@ class Channel:
         frames, pending.reply = pending.reply, None
         if frames is None:  # struck off: it was applied before the server was killed
             return []
-        if read_head(frames[0])[0].kind is Kind.ERROR:
+        if is_error(frames[0]):
             raise self._refused(pending, frames)
         return frames
 

@@ -51,6 +51,7 @@ SECTIONS = 4096
 
 # magic, version, kind, flags (0), request, client, sequence, sections, reserved (0)
 _HEAD = struct.Struct("<4sHBBQ16sQII")
+_KIND_AT = 6
 # table, form, mode, flags, dtype, ids, bags, lr
 _SECTION = struct.Struct("<IBBBBQQd")
 
@@ -250,6 +251,11 @@ def unpack(frames: Sequence[Frame]) -> Message:
     found = tuple(_unpack_sections(rest, sections))
     integers = _unpack_integers(head.kind, frames[1], found)
     return Message(head, {}, found, integers, memoryview(frames[2]).cast("B"), rest)
+
+
+def is_error(frame: Frame) -> bool:
+    """Say whether a reply whose head has been read is an ERROR."""
+    return frame[_KIND_AT] == Kind.ERROR.value
 
 
 def read_head(frame: Frame) -> tuple[Head, memoryview]:

@@ -18,25 +18,7 @@ static bool is_little_endian(void) {
     return first == 1;
 }
 
-/* The bytes of anything that has some. The stable ABI has buffers from 3.11 on; this function of it
- * is older, and gone from the headers since 3.13. The memory stays: whoever calls has the object. */
-#if defined(Py_LIMITED_API)
-extern int PyObject_AsReadBuffer(PyObject *object, const void **at, Py_ssize_t *count);
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-
-static bool read_bytes(PyObject *object, struct pl_bytes *found) {
-    const void *at = NULL;
-    Py_ssize_t count = 0;
-    if (PyObject_AsReadBuffer(object, &at, &count) < 0) {
-        return false;
-    }
-    *found = (struct pl_bytes){at, (size_t)count};
-    return true;
-}
-
-#pragma GCC diagnostic pop
-#else
+/* The bytes of anything that has some. The memory stays: whoever calls has the object. */
 static bool read_bytes(PyObject *object, struct pl_bytes *found) {
     Py_buffer view;
     if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) < 0) {
@@ -46,7 +28,6 @@ static bool read_bytes(PyObject *object, struct pl_bytes *found) {
     PyBuffer_Release(&view);
     return true;
 }
-#endif
 
 /* --- copying ----------------------------------------------------------------------------------- */
 
