@@ -113,6 +113,14 @@ def owned(number: int) -> np.ndarray:
 OWNED = [owned(number) for number in range(len(TABLES))]
 
 
+def sizable(length: int, seed: int) -> bytes:
+    """So many bytes that are numbers of about 0.01 to 2 in each of the types."""
+    found = np.random.default_rng(seed).integers(0, 0x80, length).astype(np.uint8)
+    found[1::2] = 0x3C + found[1::2] % 4
+    found[7::8] = 0x3F
+    return found.tobytes()
+
+
 @st.composite
 def sections(draw: st.DrawFn) -> tuple[Section, list[int]]:
     """Mostly plain, and of kept rows."""
@@ -143,9 +151,7 @@ def messages(draw: st.DrawFn) -> tuple[Kind, bytes, bytes, bytes]:
         dims = [TABLES[section.table % len(TABLES)][0].dim for section, _ in parts]
         length = sum(s.rows_bytes(dim) for (s, _), dim in zip(parts, dims, strict=True))
     length = max(0, length + draw(st.sampled_from([0] * 12 + [8, -8, 1])))
-    chance = np.random.default_rng(draw(st.integers(0, 99)))
-    # Small numbers in each of the types, whichever section they end up in.
-    values = chance.integers(0, 0x38, length).astype(np.uint8).tobytes()
+    values = sizable(length, draw(st.integers(0, 99)))
     records = b"".join(pack_section(section) for section, _ in parts)
     frames = [records, integers]
     which = draw(st.integers(0, 19))
@@ -205,7 +211,7 @@ def plain(
         wanted = OWNED[number][::2].tolist() if ids is None else list(ids)
         parts.append((Section(number, Form.ROWS, spec.dtype, len(wanted), lr=0.5), wanted))
         length = aligned(len(wanted) * spec.dim * spec.dtype.itemsize)
-        values += b"" if kind is Kind.LOOKUP else bytes([7, 20] * (length // 2))
+        values += b"" if kind is Kind.LOOKUP else sizable(length, number)
     integers = np.array([id for _, each in parts for id in each], np.int64).tobytes()
     head = Head(kind, 9, CLIENT, 0 if kind is Kind.LOOKUP else sequence)
     return pack_data(head, [section for section, _ in parts], integers, values)
@@ -318,6 +324,27 @@ def test_slots_are_compared_with_the_table() -> None:
         native.rows_gather(
             bytes(15), 0, space.data_ptr(), entries, shares, good, 0, 1, space.data_ptr()
         )
+
+
+@pytest.mark.parametrize(
+    ("first", "together", "ids"),
+    [([2], [2, 3], [12, 14, 16]), ([4], [4, 5], [2, 4]), ([0], [0, 1, 8], [])],
+    ids=["values with a gap between", "other steps", "nothing"],
+)
+def test_alike_but_not_together(first: list[int], together: list[int], ids: list[int]) -> None:
+    """Tables of one family that cannot be updated by one call; the first has had a push more."""
+    ways = [Way(extension.native), Way(None)]
+    for way in ways:
+        way.keep()
+        for sequence, numbers in enumerate([first, together, together], start=1):
+            frames = plain(Kind.PUSH, numbers, sequence, ids)
+            assert unpack(way.ask(frames)).head.kind is Kind.DONE
+    assert isinstance(ways[0].store.read(plain(Kind.PUSH, together, 4, ids)), QuickPush)
+    assert ways[0].state() == ways[1].state()
+    assert [ways[0].store.tables[number].step for number in together] == [
+        3,
+        *[2] * len(together[1:]),
+    ]
 
 
 def test_a_fault_of_the_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
