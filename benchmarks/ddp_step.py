@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import command
+from benchmarks.apart import join_companies, run_company_rank
 from benchmarks.interleave import (
     Samples,
     Schedule,
@@ -153,8 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--apart",
         action="store_true",
-        help="each variant in processes of its own, in turn: what a script sees, with page "
-        "faults, and with what Paceline tells malloc (paceline.freed_memory)",
+        help="each variant in processes of its own, which take turns: what a script sees, with "
+        "page faults, and with what Paceline tells malloc (paceline.freed_memory)",
     )
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a ratio to torch is above its target"
@@ -186,26 +187,22 @@ def _measure(
         args.steps or WORKLOADS[workload].steps,
         is_malloc_steady=not (args.system_malloc or args.apart),
     )
-    companies: list[tuple[Variant, ...]] = [variants]
-    if args.apart:
-        companies = [(variant,) for variant in variants]
+    launch = _launch_apart if args.apart else _launch
     launches = []
     for seed in range(args.launches):
-        samples: Samples = {}
-        for company in _turned(companies, seed):
-            title = f"{workload}, {ranks} ranks, launch {seed + 1}"
-            mine = replace(schedule, seed=seed, variants=company)
-            bar = RoundBar(title, args.rounds)
-            per_rank = run_ranks(ranks, run_rank, mine, bar, timeout_s=args.timeout)
-            samples |= mean_over_ranks(per_rank)
-        launches.append({variant.label: samples[variant.label] for variant in variants})
+        bar = RoundBar(f"{workload}, {ranks} ranks, launch {seed + 1}", args.rounds)
+        launches.append(launch(ranks, replace(schedule, seed=seed), bar, args.timeout))
     return Result(workload, ranks, join_launches(launches))
 
 
-def _turned(items: list[tuple[Variant, ...]], turns: int) -> list[tuple[Variant, ...]]:
-    """Begin with another one each time."""
-    first = turns % len(items)
-    return items[first:] + items[:first]
+def _launch(ranks: int, schedule: Schedule, bar: RoundBar, timeout_s: float) -> Samples:
+    return mean_over_ranks(run_ranks(ranks, run_rank, schedule, bar, timeout_s=timeout_s))
+
+
+def _launch_apart(ranks: int, schedule: Schedule, bar: RoundBar, timeout_s: float) -> Samples:
+    processes = ranks * len(schedule.variants)
+    per_rank = run_ranks(processes, run_company_rank, schedule, bar, ranks, timeout_s=timeout_s)
+    return join_companies(per_rank, ranks)
 
 
 def _table(results: Sequence[Result]) -> Table:

@@ -128,7 +128,7 @@ def run_rank(schedule: Schedule, bar: RoundBar, step: Step = time_step) -> Sampl
     samples: Samples = {variant.label: [] for variant in schedule.variants}
     with bar:
         for number in range(schedule.rounds):
-            for label in _shuffled(list(samples), f"{schedule.seed} {number}"):
+            for label in shuffled(list(samples), f"{schedule.seed} {number}"):
                 samples[label].append(_run_block(models[label], batch, schedule.steps, step))
             bar.advance()
     return samples
@@ -138,7 +138,7 @@ def build_models(schedule: Schedule) -> dict[str, nn.Module]:
     """Wrap one copy of the model per variant."""
     return {
         variant.label: variant.wrap(workloads.build(schedule.workload))
-        for variant in _shuffled(schedule.variants, f"{schedule.seed}")
+        for variant in shuffled(schedule.variants, f"{schedule.seed}")
     }
 
 
@@ -157,7 +157,7 @@ def _run_block(model: nn.Module, batch: torch.Tensor, steps: int, step: Step) ->
     return [step(model, batch) for _ in range(steps)]
 
 
-def _shuffled(items: Sequence[T], seed: str) -> list[T]:
+def shuffled(items: Sequence[T], seed: str) -> list[T]:
     """The same order on every rank."""
     return random.Random(seed).sample(items, len(items))
 

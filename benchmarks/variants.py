@@ -27,13 +27,13 @@ class Variant:
     path: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module, wrapped."""
+    def wrap(self, module: nn.Module, **more: Any) -> nn.Module:
+        """Return the module, wrapped with the variant's options and these."""
         if not self.path:
             return module
         module_name, _, class_name = self.path.partition(":")
         wrapper = getattr(importlib.import_module(module_name), class_name)
-        wrapped: nn.Module = wrapper(module, **self.options)
+        wrapped: nn.Module = wrapper(module, **self.options, **more)
         return wrapped
 
 

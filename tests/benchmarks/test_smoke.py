@@ -33,6 +33,15 @@ def test_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "paceline" in capsys.readouterr().out
 
 
+def test_step_times_apart(tmp_path: Path) -> None:
+    """Processes of their own for each variant, and still round by round."""
+    words = "--models small --ranks 2 --launches 1 --rounds 3 --steps 2 --apart"
+    (result,) = run(tmp_path / "out.json", *words.split())["results"]
+    samples = result["samples_wall_cpu_ms"]
+    assert set(samples) == VARIANTS
+    assert all([len(block) for block in blocks] == [2, 2, 2] for blocks in samples.values())
+
+
 def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And one number after all: two to twenty times faster is not a matter of a busy machine."""
     words = ("collectives", "--ranks", "2", "--sizes", "256,64K", "--rounds", "5")

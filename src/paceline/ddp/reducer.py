@@ -194,8 +194,8 @@ class Reducer:
         self._tap()
 
     def _tap(self) -> None:
-        urgent = {slot.index for slot in self.slots if not slot.small}
-        self.taps = GradientTaps(self.parameters, self._inbox, urgent)
+        large = {slot.index for slot in self.slots if not slot.small}
+        self.taps = GradientTaps(self.parameters, self._inbox, large)
         self._nodes = frozenset(self.taps.nodes)
 
     def _attach_memory(self, bucket: Bucket) -> None:

@@ -125,6 +125,41 @@ static size_t sum_several(void *out, const void *sum, const void *const *more, s
     return 3;
 }
 
+/* The same, written to every source: what an all-reduce in place does. One pass, because writing to
+ * the first and copying from there takes a quarter longer, though it stays in the cache. */
+VERSIONS static void share2_f32(float *a, float *b, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = b[i] = a[i] + b[i];
+}
+
+VERSIONS static void share3_f32(float *a, float *b, float *c, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = b[i] = c[i] = (a[i] + b[i]) + c[i];
+}
+
+VERSIONS static void share4_f32(float *a, float *b, float *c, float *d, size_t count) {
+    INDEPENDENT for (size_t i = 0; i < count; i++)
+        a[i] = b[i] = c[i] = d[i] = ((a[i] + b[i]) + c[i]) + d[i];
+}
+
+/* Replace each of some copies by their sum; false if there is no kernel for so many. */
+static bool share_sum_f32(void *const *copies, size_t copy_count, size_t count) {
+    float *const *copy = (float *const *)copies;
+    if (copy_count == 2)
+        share2_f32(copy[0], copy[1], count);
+    else if (copy_count == 3)
+        share3_f32(copy[0], copy[1], copy[2], count);
+    else if (copy_count == 4)
+        share4_f32(copy[0], copy[1], copy[2], copy[3], count);
+    else
+        return false;
+    return true;
+}
+
+static bool is_in_place(void *const *targets, size_t target_count, const void *const *sources,
+                        size_t source_count) {
+    return target_count == source_count &&
+           memcmp(targets, sources, source_count * sizeof(void *)) == 0;
+}
+
 /* --- half precision ------------------------------------------------------------------------------ */
 
 static inline uint32_t bits_of(float value) {
@@ -239,6 +274,10 @@ static void reduce_full(void *out, const void *const *sources, size_t source_cou
 
 void pl_reduce(void *const *targets, size_t target_count, const void *const *sources,
                size_t source_count, size_t count, uint32_t dtype, uint32_t op, double divisor) {
+    if (dtype == PL_F32 && op == PL_SUM &&
+        is_in_place(targets, target_count, sources, source_count) &&
+        share_sum_f32(targets, target_count, count))
+        return;
     size_t itemsize = pl_itemsize(dtype);
     bool is_half = dtype == PL_F16 || dtype == PL_BF16;
     for (size_t begin = 0; begin < count; begin += BLOCK) {
