@@ -38,6 +38,7 @@ __all__ = [
     "broadcast_coalesced",
     "cast_inputs",
     "collectives_started",
+    "compiler_callback",
     "context_gradients",
     "current_context_id",
     "default_group",
@@ -66,6 +67,9 @@ __all__ = [
 ]
 
 # TorchDDP is bound here, at import: torch's own tests put our class in the place of that name.
+
+compiler_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What torch.compile lets this thread call for every new frame; None while it is not at work."""
 
 FutureBase: type = torch._C.Future
 """What hooks return: ``then()`` gives a base-class future."""
@@ -104,9 +108,9 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def storage_references(tensor: torch.Tensor) -> int:
-    """How many tensors, and a constant, refer to this tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and a constant, refer to this memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

@@ -73,5 +73,11 @@ class Transport(Protocol):
     def start(self, flat: torch.Tensor) -> Reduction:
         """Begin to sum ``flat`` over all ranks, in place. Ranks call in the same order."""
 
+    def start_last(self, flat: torch.Tensor) -> Reduction:
+        """Like :meth:`start`, for the last sum of a step: the caller has nothing to do but wait.
+
+        It may begin only inside of :meth:`Reduction.wait`, done by the thread that waits.
+        """
+
     def start_sparse(self, gradient: torch.Tensor) -> Reduction:
         """Begin to sum a sparse tensor over all ranks; afterwards ``gradient`` holds the sum."""

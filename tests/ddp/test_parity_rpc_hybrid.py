@@ -40,8 +40,12 @@ class Served(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(7)
         self.linear = nn.Linear(4, 4)
+        # Not the global generator: the server makes one for each trainer, on two threads at once.
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).tanh()

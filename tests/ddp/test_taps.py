@@ -1,92 +1,138 @@
-"""When the listener is told of gradients: large ones wait for each other, but not for ever."""
+"""The inbox and its hooks: the one in C and the one in Python are the same to their listener."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch import nn
 
-from paceline.ddp.taps import WAITING_BYTES, GradientTaps, Inbox
+from paceline import DistributedDataParallel as DDP
+from paceline.ddp import taps
+from paceline.ddp.taps import Inbox, PythonInbox, make_inbox
+from paceline.shm.extension import native
+from paceline.testing import run_ranks
+from tests.ddp.compare import batch
+from tests.ddp.models import mlp
 
-HALF = WAITING_BYTES // 2 // 4
-"""Elements of half of what may wait."""
-NEVER = 1 << 30
+KINDS: dict[str, Callable[[Callable[[], None], int], Inbox]] = {"python": PythonInbox}
+if native is not None:
+    KINDS["native"] = native.Inbox
+
+LIMIT = 1000
+each_kind = pytest.mark.parametrize("make", list(KINDS.values()), ids=list(KINDS))
 
 
-class Told:
-    """A listener that notes what it is told of."""
+class Listener:
+    """Takes what it is told of."""
 
-    def __init__(self, due: int) -> None:
-        self.calls: list[list[int]] = []
-        self.due = due
-        self.inbox = Inbox(self)
-        self.inbox.due = due
+    def __init__(self) -> None:
+        self.taken: list[list[int]] = []
+        self.inbox = make_inbox(self)
 
     def on_gradients(self) -> None:
-        self.calls.append(self.inbox.take())
-        self.inbox.due = self.due
+        self.taken.append(self.inbox.take())
 
     def on_output(self, leads_to_parameters: bool) -> None:
-        raise AssertionError("no output is tapped here")
+        """Nobody calls."""
 
 
-def parameters(*numels: int) -> list[torch.Tensor]:
-    return [torch.ones(numel, requires_grad=True) for numel in numels]
+@each_kind
+def test_tells_when_as_many_are_there_as_are_due(make: Callable[..., Inbox]) -> None:
+    told: list[list[int]] = []
+    inbox = make(lambda: told.append(inbox.take()), LIMIT)
+    hooks = [inbox.tap(index, 0) for index in range(5)]
+    hooks[3]()
+    assert told == [[3]]
+    inbox.due = 3
+    hooks[0]("whatever", "autograd brings")
+    hooks[4]()
+    assert (len(inbox), inbox.first(), told) == (2, 0, [[3]])
+    assert hooks[2]() is None
+    assert told == [[3], [0, 4, 2]]
+    assert len(inbox) == 0
 
 
-def arrive(*ready: torch.Tensor) -> None:
-    """Let gradients arrive, one backward for each."""
-    for parameter in ready:
-        parameter.sum().backward()
+@each_kind
+def test_large_ones_wait_until_they_are_many_bytes(make: Callable[..., Inbox]) -> None:
+    told: list[list[int]] = []
+    inbox = make(lambda: told.append(inbox.take()), LIMIT)
+    inbox.due = 100
+    inbox.tap(7, 0)()
+    inbox.tap(1, LIMIT - 1)()
+    assert not told
+    inbox.tap(2, 1)()
+    assert told == [[7, 1, 2]]
+    assert inbox.due == 1
+    inbox.due = 100
+    inbox.tap(3, LIMIT - 1)()
+    inbox.clear()
+    inbox.tap(4, LIMIT - 1)()
+    assert len(told) == 1, "what was taken or forgotten does not count again"
+    inbox.tap(5, LIMIT)()
+    assert told[1:] == [[4, 5]]
 
 
-def test_large_gradients_wait_until_they_are_many_bytes() -> None:
-    told = Told(due=NEVER)
-    a, b, c, d = params = parameters(HALF, HALF, HALF, HALF)
-    taps = GradientTaps(params, told.inbox, large={0, 1, 2, 3})
-    arrive(a)
-    assert told.calls == []
-    arrive(b)
-    assert told.calls == [[0, 1]]
-    arrive(c)
-    assert told.calls == [[0, 1]], "what has been taken does not count again"
-    arrive(d)
-    assert told.calls == [[0, 1], [2, 3]]
-    taps.remove()
+@each_kind
+def test_takes_more_than_it_had_room_for_in_order(make: Callable[..., Inbox]) -> None:
+    inbox = make(lambda: None, LIMIT)
+    inbox.due = 1 << 30
+    for index in range(1000):
+        inbox.tap(index, 0)()
+    assert inbox.take() == list(range(1000))
+    inbox.tap(1, 0)()
+    inbox.clear()
+    assert inbox.take() == []
+    with pytest.raises(IndexError):
+        inbox.first()
 
 
-def test_one_that_is_larger_than_that_does_not_wait() -> None:
-    told = Told(due=NEVER)
-    small, huge = params = parameters(10, 2 * HALF)
-    taps = GradientTaps(params, told.inbox, large={1})
-    arrive(small, huge)
-    assert told.calls == [[0, 1]]
-    taps.remove()
+@each_kind
+def test_an_error_of_the_listener_reaches_the_backward(make: Callable[..., Inbox]) -> None:
+    def fail() -> None:
+        raise RuntimeError("not this one")
+
+    inbox = make(fail, LIMIT)
+    layer = nn.Linear(2, 2)
+    held = taps.GradientTaps([layer.weight], inbox, set())
+    with pytest.raises(RuntimeError, match="not this one"):
+        layer(torch.ones(1, 2)).sum().backward()
+    held.remove()
+    layer(torch.ones(1, 2)).sum().backward()
 
 
-def test_small_gradients_do_not_make_large_ones_due() -> None:
-    told = Told(due=NEVER)
-    large, *small = params = parameters(HALF, *[HALF] * 3)
-    taps = GradientTaps(params, told.inbox, large={0})
-    arrive(large, *small)
-    assert told.calls == []
-    taps.remove()
+def test_a_listener_is_freed_though_its_hooks_stay() -> None:
+    layer = nn.Linear(2, 2)
+    listener = Listener()
+    held = taps.GradientTaps(list(layer.parameters()), listener.inbox, set())
+    layer(torch.ones(1, 2)).sum().backward()
+    assert sorted(map(tuple, listener.taken)) == [(0,), (1,)]
+    gone = weakref.ref(listener)
+    gc.disable()
+    try:
+        del listener
+        assert gone() is None
+    finally:
+        gc.enable()
+    layer(torch.ones(1, 2)).sum().backward()  # tells nobody
+    held.remove()
 
 
-def test_a_bucket_that_can_be_full_does_not_wait_for_bytes() -> None:
-    told = Told(due=2)
-    params = parameters(10, HALF)
-    taps = GradientTaps(params, told.inbox, large={1})
-    arrive(*params)
-    assert told.calls == [[0, 1]]
-    taps.remove()
+def test_without_the_native_core_a_step_gives_the_same_bits() -> None:
+    def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+        for step in range(3):
+            model.zero_grad()
+            model(batch(step)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
 
+    def on_rank() -> bool:
+        with_it = gradients_of(DDP(mlp(4)))
+        taps.native = None
+        ddp = DDP(mlp(4))
+        assert isinstance(ddp.reducer._inbox, PythonInbox)
+        return all(map(torch.equal, gradients_of(ddp), with_it))
 
-def test_clearing_forgets_the_bytes() -> None:
-    told = Told(due=NEVER)
-    a, b = params = parameters(HALF, HALF)
-    taps = GradientTaps(params, told.inbox, large={0, 1})
-    arrive(a)
-    told.inbox.clear()
-    arrive(b)
-    assert told.calls == []
-    assert list(told.inbox) == [1]
-    taps.remove()
+    assert run_ranks(2, on_rank) == [True, True]

@@ -81,6 +81,35 @@ def test_many_in_flight_are_told_apart(kind: str) -> None:
     assert run_ranks(2, partial(many_in_flight, kind)) == [(True, True, 4)] * 2
 
 
+def last_sums(kind: str, *, behind_another: bool) -> list[bool]:
+    transport = make(kind)
+    device = torch.device("cpu")
+    found = []
+    for dtype, numel in [*((dtype, 1000) for dtype in DTYPES), (torch.float32, 1 << 20)]:
+        first = transport.allocate(1 << 20, torch.float32, device).fill_(1.0)
+        last = transport.allocate(numel, dtype, device).fill_(transport.rank + 1)
+        before = transport.start(first) if behind_another else None
+        stamps: list[int] = []
+        reduction = transport.start_last(last)
+        reduction.on_done(stamps.append)
+        reduction.wait()
+        reduction.wait()
+        assert reduction.is_done()
+        if before is not None:
+            before.wait()
+            found.append(bool((first == transport.world).all()))
+        total = sum(range(1, transport.world + 1))
+        dist.barrier()  # a backend tells on a thread of its own
+        found.append(bool((last == total).all()) and len(stamps) == 1)
+    return found
+
+
+@pytest.mark.parametrize("behind_another", [False, True])
+def test_the_last_sum_is_there_after_the_wait(kind: str, behind_another: bool) -> None:
+    for found in run_ranks(2, partial(last_sums, kind, behind_another=behind_another)):
+        assert found == [True] * len(found)
+
+
 def sparse_rows(kind: str) -> torch.Tensor:
     transport = make(kind)
     rows = [[0, 2]] if transport.rank == 0 else [[2, 4]]

@@ -28,24 +28,12 @@ SMALL_BYTES = 128 * 1024
 class Slot:
     """One parameter's place in a bucket.
 
-    ``view`` is None while the bucket has no memory, and for sparse gradients. ``expected`` says how
-    often a gradient arrives in one backward (more than once only in a static graph), ``arrived``
-    how often it has. ``had_gradient`` says whether there was one when it was brought in: autograd
-    may also arrive empty-handed. A slot knows its bucket only by number: a reference would be a
-    cycle, and keep the memory of a dropped bucket until the garbage collector comes by.
+    ``view`` is None while the bucket has no memory, and for sparse gradients. A slot knows its
+    bucket only by number: a reference would be a cycle, and keep the memory of a dropped bucket
+    until the garbage collector comes by.
     """
 
-    __slots__ = (
-        "arrived",
-        "bucket_index",
-        "expected",
-        "had_gradient",
-        "index",
-        "parameter",
-        "small",
-        "spec",
-        "view",
-    )
+    __slots__ = ("bucket_index", "index", "parameter", "small", "spec", "view")
 
     def __init__(
         self, spec: ParameterSpec, parameter: torch.Tensor, bucket_index: int, small_bytes: int
@@ -56,9 +44,6 @@ class Slot:
         self.bucket_index = bucket_index
         self.small = spec.nbytes < small_bytes and not spec.sparse
         self.view: torch.Tensor | None = None
-        self.expected = 1
-        self.arrived = 0
-        self.had_gradient = False
 
     def zero(self) -> None:
         """Clear this slot's part of the bucket."""
@@ -67,7 +52,11 @@ class Slot:
 
 
 class Bucket:
-    """The state behind one :class:`BucketSpec`."""
+    """The state behind one :class:`BucketSpec`.
+
+    In a step, ``pending`` counts the gradients that it waits for, and ``absent`` those that are
+    known never to arrive.
+    """
 
     def __init__(
         self,
@@ -88,18 +77,25 @@ class Bucket:
         self.gradients: torch.Tensor | None = None
         self.tail: torch.Tensor | None = None
         self.sparse_gradient: torch.Tensor | None = None
-        self.pending = 0
+        self.pending = self.absent = 0
         self.reduction: Reduction | None = None
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._views: list[torch.Tensor] = []
+        self._small: list[torch.Tensor] = []
         self._free_view_refs = 0
         self._free_storage_refs = (0, 0)
+        self._storage: torch.UntypedStorage | None = None
         self._small_runs = _runs(self.slots)
 
     @property
     def sparse(self) -> bool:
         """Whether this bucket holds one sparse gradient."""
         return self.spec.sparse
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no gradient arrives in this step."""
+        return self.absent == len(self.slots)
 
     @property
     def total_numel(self) -> int:
@@ -116,14 +112,21 @@ class Bucket:
             slot.view = flat.as_strided(
                 slot.spec.shape, slot.spec.stride, flat.storage_offset() + offset
             )
+        self._small = [flat[start:end] for start, end in self._small_runs]
+        self._storage = flat.untyped_storage()
         self._views = [slot.view for slot in self.slots if slot.view is not None]
         self._free_view_refs = max(map(sys.getrefcount, self._views))
         self._free_storage_refs = self._storage_refs()
 
+    def open(self) -> None:
+        """Wait for all gradients of a step."""
+        self.pending = len(self.slots)
+        self.absent = 0
+
     def detach(self) -> None:
         """Let go of the memory. Gradients that are views of it keep it alive."""
-        self.flat = self.gradients = self.tail = None
-        self._views = []
+        self.flat = self.gradients = self.tail = self._storage = None
+        self._views, self._small = [], []
         for slot in self.slots:
             slot.view = None
 
@@ -150,14 +153,13 @@ class Bucket:
 
     def _storage_refs(self) -> tuple[int, int]:
         """Count who refers to the memory: tensors, and users of the storage object itself."""
-        assert self.flat is not None
-        return storage_references(self.flat), sys.getrefcount(self.flat.untyped_storage())
+        assert self._storage is not None
+        return storage_references(self._storage), sys.getrefcount(self._storage)
 
     def scale_small(self, factor: float) -> None:
         """Multiply the slots that were copied in batches, run by run."""
-        assert self.flat is not None
-        for start, end in self._small_runs:
-            self.flat[start:end].mul_(factor)
+        for run in self._small:
+            run.mul_(factor)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients; a factor of zero clears them, NaN or not."""

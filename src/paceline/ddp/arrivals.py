@@ -1,21 +1,24 @@
-"""In which order gradients arrive, and in a static graph how often: learnt from the first good
-step.
+"""Which gradients have arrived in this step; in which order they do, and in a static graph how
+often.
 
-What is learnt here decides about collectives, so it is taken as known only when all ranks know
-alike that the step was good.
+Order and counts are learnt from the first good step. What is learnt here decides about collectives,
+so it is taken as known only when all ranks know alike that the step was good.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.buckets import Slot
+UNKNOWN_ARRIVALS = 1 << 30
+"""Expected arrivals while a static graph is being learnt: more than ever come."""
 
 
 class Arrivals:
-    """The order of arrival, until buckets have been cut by it; and the counts of a static graph.
+    """The arrivals of a step, by the parameters' indices, and what is learnt from them.
 
     Attributes:
+        arrived: How often a parameter's gradient has arrived in this backward.
+        expected: How often it will; more than once only in a static graph.
         log: Parameter indices as their gradients arrive; None once the order has been used.
         counts: How often each parameter's gradient arrives in one backward; None while not known,
             and always without ``static_graph``.
@@ -23,20 +26,48 @@ class Arrivals:
 
     def __init__(self, parameters: int) -> None:
         self._parameters = parameters
+        self.arrived = [0] * parameters
+        self.expected = [1] * parameters
         self.log: list[int] | None = []
         self.counts: list[int] | None = None
         self.is_order_known = False
 
-    def open_step(self) -> None:
-        """Forget what a step brought that did not turn out good."""
+    def open_step(self, *, static_graph: bool) -> None:
+        """Expect all gradients; forget what a step brought that did not turn out good."""
+        self.arrived = [0] * self._parameters
+        if self.counts is not None:
+            self.expected = list(self.counts)
+        else:
+            self.expected = [UNKNOWN_ARRIVALS if static_graph else 1] * self._parameters
         if self.log is not None:
             self.log.clear()
 
-    def learn(self, slots: Sequence[Slot] = (), *, static_graph: bool = False) -> None:
-        """A step was good on every rank; a rank that has joined has no slots to learn from."""
+    def count(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Gradients have arrived: return whose are complete now, and whose have come too often."""
+        if self.log is not None:
+            self.log += indices
+        arrived, expected = self.arrived, self.expected
+        complete, unexpected = [], []
+        for index in indices:
+            times = arrived[index] = arrived[index] + 1
+            if times == expected[index]:
+                complete.append(index)
+            elif times > expected[index]:
+                unexpected.append(index)
+        return complete, unexpected
+
+    def missing(self) -> list[int]:
+        """Return whose gradients are still to come."""
+        if self.arrived == self.expected:
+            return []
+        pairs = enumerate(zip(self.arrived, self.expected, strict=True))
+        return [index for index, (arrived, expected) in pairs if arrived < expected]
+
+    def learn(self, *, static_graph: bool = False) -> None:
+        """A step was good on every rank; a rank that has joined learns no counts from it."""
         self.is_order_known = self.log is not None
-        if static_graph and self.counts is None and slots:
-            self.counts = [slot.arrived for slot in slots]
+        if static_graph and self.counts is None:
+            self.counts = self.arrived
 
     def take_order(self) -> list[int]:
         """All parameters: by when their last gradient arrived, then those that had none."""

@@ -48,9 +48,8 @@ class ParameterCensus:
         """Whether nothing was added, removed, exchanged or unfrozen."""
         if any(map(_requires_grad, self._frozen)):
             return False
-        if sum(map(len, self._dicts)) != len(self._members):
-            return False
-        return all(map(is_, self._current_members(), self._members))
+        current = list(self._current_members())
+        return len(current) == len(self._members) and all(map(is_, current, self._members))
 
     def check_again(self, rank: int) -> bool:
         """Look at a changed module; return whether our parameters are still in it.

@@ -24,11 +24,13 @@ import enum
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from paceline.ddp.tail import read_bytes, write_bytes
+
 _HEADER = struct.Struct("<BBId")
-_STAMP_BYTES = 4
 _MAX_U32 = (1 << 32) - 1
 
 
@@ -51,8 +53,7 @@ class Flag(enum.IntFlag):
 _PLAIN = Flag.PRESENT.value
 
 
-@dataclass(frozen=True)
-class ControlRow:
+class ControlRow(NamedTuple):
     """One rank's row.
 
     ``ready_us`` says for each bucket when it was ready, in microseconds since this rank saw the
@@ -100,45 +101,40 @@ class ControlBlock:
         return max(late)[1] if late else -1
 
 
-@dataclass(frozen=True)
 class ControlLayout:
-    """How many numbers a block has, and how it is written and read."""
+    """How many numbers a block has, and how it is written and read.
 
-    world: int
-    buckets: int
-    tracked: int = 0
+    Attributes:
+        row_bytes: Bytes in one rank's row.
+        numel: Numbers in a block.
+    """
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes in one rank's row."""
-        return _HEADER.size + _STAMP_BYTES * self.buckets
-
-    @property
-    def numel(self) -> int:
-        """Numbers in a block."""
-        return self.world * self.row_bytes + self.tracked
+    def __init__(self, world: int, buckets: int, tracked: int = 0) -> None:
+        self.world = world
+        self.buckets = buckets
+        self._whole_row = struct.Struct(f"{_HEADER.format}{buckets}I")
+        self.row_bytes = self._whole_row.size
+        self.numel = world * self.row_bytes + tracked
 
     def write(
         self, tail: torch.Tensor, rank: int, row: ControlRow, used: Sequence[int] = b""
     ) -> None:
         """Fill ``tail`` with this rank's row, zeros for the others, and what it used."""
         data = bytearray(self.numel)
-        start = rank * self.row_bytes
-        _HEADER.pack_into(data, start, row.flags, 0, row.step & _MAX_U32, row.weight)
         late = [max(0, min(stamp, _MAX_U32)) for stamp in row.ready_us]
-        struct.pack_into(f"<{len(late)}I", data, start + _HEADER.size, *late)
+        start = rank * self.row_bytes
+        step = row.step & _MAX_U32
+        self._whole_row.pack_into(data, start, row.flags, 0, step, row.weight, *late)
         if used:
             data[self.world * self.row_bytes :] = bytes(used)
-        tail.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        write_bytes(tail, data)
 
     def read(self, tail: torch.Tensor) -> ControlBlock:
         """Decode a summed tail."""
-        numbers = tail.real if tail.is_complex() else tail
-        values: list[int] = numbers.to("cpu", torch.int64).tolist()
         end = self.world * self.row_bytes
-        data = bytes(values[:end])
-        rows = [self._row(data, rank * self.row_bytes) for rank in range(self.world)]
-        return ControlBlock(tuple(rows), tuple(values[end:]), self, data)
+        data, counts = read_bytes(tail, end)
+        rows = [self._row(data, start) for start in range(0, end, self.row_bytes)]
+        return ControlBlock(tuple(rows), counts, self, data)
 
     def _row(self, data: bytes, start: int) -> ControlRow | None:
         flags, _, step, weight = _HEADER.unpack_from(data, start)
@@ -146,5 +142,4 @@ class ControlLayout:
 
     def ready_us(self, data: bytes, rank: int) -> tuple[int, ...]:
         """Decode when a rank's buckets were ready; only statistics want to know."""
-        start = rank * self.row_bytes + _HEADER.size
-        return struct.unpack_from(f"<{self.buckets}I", data, start)
+        return self._whole_row.unpack_from(data, rank * self.row_bytes)[4:]

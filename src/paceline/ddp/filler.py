@@ -9,9 +9,9 @@ trouble is noted in the step.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-
-import torch
+from operator import attrgetter
 
 from paceline.buckets import Bucket, Slot
 from paceline.config import NonFinite, ReducePolicy
@@ -22,12 +22,15 @@ from paceline.ddp.step import Step
 from paceline.ddp.usage import UsageMap
 from paceline.observe import StepClock
 
-BATCH_SLOTS = 64
+BATCH_SLOTS = 128
 """Small gradients are brought in at the latest when so many wait: this bounds the extra memory."""
 
 
+_bucket_index = attrgetter("bucket_index")
+
+
 class Filler:
-    """Fills the buckets of one reducer."""
+    """Fills the buckets of one reducer, which calls it with autograd switched off."""
 
     def __init__(self, policy: ReducePolicy, usage: UsageMap, clock: StepClock) -> None:
         self._policy = policy
@@ -36,25 +39,37 @@ class Filler:
 
     def take(self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> bool:
         """Gradients have arrived. Return whether a bucket is full now, and filled."""
-        all_at_once = step.home.keeps_gradients
-        batch = [s for s in slots if s.small or (all_at_once and not s.spec.sparse)]
+        batch = [slot for slot in slots if slot.small]
+        if len(batch) < len(slots):
+            batch = self._take_all_large(step, buckets, slots)
         if batch:
             self._take_batch(step, batch)
         is_full = False
-        for slot in slots:
-            bucket = buckets[slot.bucket_index]
-            if not slot.small and (not all_at_once or bucket.sparse):
-                self._take_large(step, bucket, slot)
-            pending = bucket.pending = bucket.pending - 1
-            if not pending:
+        for index, count in Counter(map(_bucket_index, slots)).items():
+            bucket = buckets[index]
+            bucket.pending -= count
+            if not bucket.pending:
                 self.fill(step, bucket)
                 is_full = True
         return is_full
 
+    def _take_all_large(
+        self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]
+    ) -> list[Slot]:
+        """Bring in what goes one by one; return what goes with the small ones."""
+        all_at_once = step.home.keeps_gradients
+        batch = []
+        for slot in slots:
+            if slot.small or (all_at_once and not slot.spec.sparse):
+                batch.append(slot)
+            else:
+                self._take_large(step, buckets[slot.bucket_index], slot)
+        return batch
+
     def take_absent(self, step: Step, bucket: Bucket, slot: Slot) -> None:
         """No gradient will arrive for this slot."""
-        slot.expected = 0
         step.absent.append(slot)
+        bucket.absent += 1
         bucket.pending -= 1
         if bucket.pending == 0:
             self.fill(step, bucket)
@@ -62,42 +77,39 @@ class Filler:
     def fill(self, step: Step, bucket: Bucket) -> None:
         """All gradients of a bucket are there: scale, check."""
         self._clock.ready[bucket.index] = time.perf_counter_ns()
-        with torch.no_grad():
-            if step.absent:
-                self._take_leftovers(step, bucket)
-            if not bucket.sparse and step.factor not in (0.0, 1.0):
-                scale = bucket.scale if step.home.keeps_gradients else bucket.scale_small
-                scale(step.factor)
-            if self._policy.nonfinite is not NonFinite.IGNORE and not bucket_is_finite(bucket):
-                step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket))
+        if step.absent:
+            self._take_leftovers(step, bucket)
+        if not bucket.sparse and step.factor not in (0.0, 1.0):
+            scale = bucket.scale if step.home.keeps_gradients else bucket.scale_small
+            scale(step.factor)
+        if self._policy.nonfinite is not NonFinite.IGNORE and not bucket_is_finite(bucket):
+            step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket))
 
     def _take_large(self, step: Step, bucket: Bucket, slot: Slot) -> None:
-        with torch.no_grad():
-            try:
-                if bucket.sparse:
-                    collect_sparse(bucket, step.home.gradient(slot), step.factor)
-                elif step.factor == 0.0:
-                    step.unsettled += _take_nothing([slot])
-                elif step.factor == 1.0:
-                    step.unsettled += step.home.collect([slot])
-                elif not step.home.collect_scaled(slot, step.factor):
-                    step.unsettled.append(slot)
-            except (RuntimeError, TypeError) as error:
-                step.fail_to_copy([slot], error)
+        try:
+            if bucket.sparse:
+                collect_sparse(bucket, step.home.gradient(slot), step.factor)
+            elif step.factor == 0.0:
+                step.unsettled += _take_nothing([slot])
+            elif step.factor == 1.0:
+                step.unsettled += step.home.collect([slot])
+            elif not step.home.collect_scaled(slot, step.factor):
+                step.unsettled.append(slot)
+        except (RuntimeError, TypeError) as error:
+            step.fail_to_copy([slot], error)
         if self._policy.tracks_unused:
-            self._usage.note([slot])
+            self._usage.note(step.home, [slot])
 
     def _take_batch(self, step: Step, slots: Sequence[Slot]) -> None:
-        with torch.no_grad():
-            try:
-                if step.factor == 0.0:
-                    step.unsettled += _take_nothing(slots)
-                else:
-                    step.unsettled += step.home.collect(slots)
-            except (RuntimeError, TypeError) as error:
-                step.fail_to_copy(slots, error)
+        try:
+            if step.factor == 0.0:
+                step.unsettled += _take_nothing(slots)
+            else:
+                step.unsettled += step.home.collect(slots)
+        except (RuntimeError, TypeError) as error:
+            step.fail_to_copy(slots, error)
         if self._policy.tracks_unused:
-            self._usage.note(slots)
+            self._usage.note(step.home, slots)
 
     def _take_leftovers(self, step: Step, bucket: Bucket) -> None:
         """Bring in what absent parameters still have from earlier: it is part of the mean."""
@@ -125,5 +137,4 @@ def _take_nothing(slots: Sequence[Slot]) -> list[Slot]:
     """A weight of zero: the gradient is not even read, for it may be NaN."""
     for slot in slots:
         slot.zero()
-        slot.had_gradient = slot.parameter.grad is not None
     return list(slots)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import Bucket, BucketPlan
+from paceline.buckets import Bucket
 from paceline.config import NonFinite, ReducePolicy
+from paceline.ddp.bucket_set import BucketSet
 from paceline.ddp.comm_hook import RegisteredHook, check_future, hook_result
-from paceline.ddp.control import ControlBlock, ControlLayout, ControlRow, Flag
+from paceline.ddp.control import ControlBlock, ControlRow, Flag
 from paceline.ddp.reports import FailureKind
 from paceline.ddp.sparse import start_sparse
 from paceline.ddp.step import Step
@@ -30,21 +31,19 @@ class Flight:
 
     def __init__(
         self,
-        plan: BucketPlan,
-        buckets: list[Bucket],
-        layout: ControlLayout,
+        buckets: BucketSet,
         transport: Transport,
         policy: ReducePolicy,
         usage: UsageMap,
         clock: StepClock,
     ) -> None:
-        self._buckets = buckets
-        self._layout = layout
+        self._buckets = buckets.buckets
+        self._layout = buckets.layout
         self._transport = transport
         self._policy = policy
         self._usage = usage
         self._clock = clock
-        self._device = plan.buckets[0].device
+        self._device = buckets.plan.buckets[0].device
         self._lone_control: torch.Tensor | None = None
         self._control_reduction: Reduction | None = None
         self.hook: RegisteredHook | None = None
@@ -72,11 +71,15 @@ class Flight:
         for bucket in self._buckets:
             bucket.reduction = bucket.future = None
 
+    def next_bucket(self) -> Bucket | None:
+        """Return the bucket whose turn it is to start, if one is left."""
+        return self._buckets[self.started] if self.started < len(self._buckets) else None
+
     def start_full(self, step: Step) -> None:
         """Start every bucket whose turn it is and which is full."""
-        while self.started < len(self._buckets) and self._buckets[self.started].pending == 0:
+        while (bucket := self.next_bucket()) is not None and bucket.pending == 0:
             self.started += 1
-            self.start(step, self._buckets[self.started - 1])
+            self.start(step, bucket)
 
     def start(self, step: Step, bucket: Bucket) -> None:
         """Start one bucket, with the control block if it is the last."""
@@ -98,19 +101,21 @@ class Flight:
 
     def is_skipped(self, bucket: Bucket) -> bool:
         """With ``skip_all_reduce_unused_params``: nothing in this bucket is used, on any rank."""
-        return self._policy.skip_unused and all(slot.expected == 0 for slot in bucket.slots)
+        return self._policy.skip_unused and bucket.is_unused
 
     def _reduce(self, step: Step, bucket: Bucket) -> None:
+        is_last = bucket is self._buckets[-1]
         try:
             if bucket.sparse:
                 rows = self.sparse_rows.get(bucket.slots[0].spec.name)
                 bucket.reduction = start_sparse(bucket, self._transport, rows)
             else:
                 assert bucket.flat is not None
-                bucket.reduction = self._transport.start(bucket.flat)
+                start = self._transport.start_last if is_last else self._transport.start
+                bucket.reduction = start(bucket.flat)
         except RuntimeError as error:
             raise self._error(step, f"all_reduce of bucket {bucket.index}", error) from error
-        if bucket is not self._buckets[-1]:
+        if not is_last:
             # The last one is waited for anyway, and a callback would take the GIL from that wait.
             bucket.reduction.on_done(_stamp(self._clock.ended, bucket.index))
 

@@ -35,6 +35,9 @@ class GradientHome(Protocol):
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return the gradient as it is outside now."""
 
+    def has_gradient(self, slot: Slot) -> bool:
+        """Say whether there was a gradient when this slot was last collected, in this step."""
+
     def collect(self, slots: Sequence[Slot]) -> list[Slot]:
         """Copy gradients into their views, unscaled; return the slots that are not settled."""
 
@@ -60,12 +63,16 @@ class LocalHome:
         """Return ``parameter.grad``."""
         return slot.parameter.grad
 
+    def has_gradient(self, slot: Slot) -> bool:
+        """A slot without a gradient is not given one before it is settled."""
+        return slot.parameter.grad is not None
+
     def collect(self, slots: Sequence[Slot]) -> list[Slot]:
         """Copy what is not in its view yet; give out views where that is allowed."""
+        empty: list[Slot] = []
         moved: list[Slot] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        empty: list[Slot] = []
         for slot in slots:
             view, gradient = slot.view, slot.parameter.grad
             if gradient is None or view is None:
@@ -74,7 +81,6 @@ class LocalHome:
                 moved.append(slot)
                 targets.append(view)
                 sources.append(gradient)
-            slot.had_gradient = gradient is not None
         _copy_all(targets, sources)
         for slot in empty:
             slot.zero()
@@ -88,7 +94,6 @@ class LocalHome:
         """Copy and scale in one pass: large gradients are read and written once."""
         view, gradient = slot.view, slot.parameter.grad
         assert view is not None
-        slot.had_gradient = gradient is not None
         if gradient is None:
             view.zero_()
             return False
@@ -149,6 +154,10 @@ class ContextHome:
         self._known = context_gradients(self._context_id)
         return self._known.get(slot.parameter)
 
+    def has_gradient(self, slot: Slot) -> bool:
+        """Whether the context had one when it was last asked."""
+        return slot.parameter in self._known
+
     def collect(self, slots: Sequence[Slot]) -> list[Slot]:
         """Copy from the context; nothing is ever settled before the reduction."""
         gradients = self._known = context_gradients(self._context_id)
@@ -156,7 +165,6 @@ class ContextHome:
         sources: list[torch.Tensor] = []
         for slot in slots:
             gradient = gradients.get(slot.parameter)
-            slot.had_gradient = gradient is not None
             if gradient is None or slot.view is None:
                 slot.zero()
             else:
@@ -168,7 +176,6 @@ class ContextHome:
     def collect_scaled(self, slot: Slot, factor: float) -> bool:
         """Copy one gradient from the context and scale it, in one pass."""
         gradient = self.gradient(slot)
-        slot.had_gradient = gradient is not None
         assert slot.view is not None
         if gradient is None:
             slot.view.zero_()

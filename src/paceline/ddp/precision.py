@@ -126,13 +126,16 @@ class PrecisionHome:
         gradient = slot.parameter.grad
         return gradient if gradient is not None else self._swap.kept_gradient(slot.parameter)
 
+    def has_gradient(self, slot: Slot) -> bool:
+        """Whether this step brought one."""
+        return slot.parameter.grad is not None
+
     def collect(self, slots: Sequence[Slot]) -> list[Slot]:
         """Cast into the views; nothing is settled before the full data is back."""
         for slot in slots:
             view = slot.view
             assert view is not None
             gradient, kept = slot.parameter.grad, self._swap.kept_gradient(slot.parameter)
-            slot.had_gradient = gradient is not None
             if gradient is not None:
                 view.copy_(gradient)
                 if kept is not None:

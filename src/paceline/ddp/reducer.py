@@ -16,12 +16,13 @@ know which transport it has, nor anything about modules, buffers or devices.
     judge    all ranks know the same about the step now: all of them raise, or none (peers.py)
     settle   gradients that are not views of the buckets are given their values (homes.py)
 
-[Note: gradients in a context]
-Under distributed autograd nothing is won by bringing a gradient in early: the context keeps its own
-set anyway. And much may be lost, because what comes before the module is often remote, and the
-engine sends for it only when the hooks have returned. So gradients wait in the inbox until the next
-bucket can be full; those of the last bucket, if it is small, until the backward is over. The
-servers are at work by then.
+[Note: late gradients]
+Gradients wait in the inbox until the next bucket can be full, but no more than a few at a time, and
+large ones not at all: they would take memory. Those of the last bucket, if it is small, wait until
+the backward is over: all of it is done in one go then, and by one thread (`Transport.start_last`).
+Under distributed autograd nothing is won by bringing any gradient in early, for the context keeps
+its own set anyway; and much may be lost, because what comes before the module is often remote,
+and the engine sends for it only when the hooks have returned.
 
 Nothing blocks between `begin` and `finish`, and nothing raises there either: a rank that stopped
 in the middle would leave its peers waiting. Trouble is noted in the step (step.py) and judged at
@@ -32,25 +33,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 
-from paceline.buckets import (
-    SMALL_BYTES,
-    UNLIMITED,
-    Bucket,
-    BucketCaps,
-    BucketPlan,
-    ParameterSpec,
-    Slot,
-    plan_buckets,
-)
-from paceline.config import GradientViews, MissingGradients, NonFinite, ReducePolicy
-from paceline.ddp.arrivals import Arrivals
+from paceline.buckets import Bucket, BucketCaps, BucketPlan, ParameterSpec, Slot, plan_buckets
+from paceline.config import MissingGradients, NonFinite, ReducePolicy
+from paceline.ddp.arrivals import UNKNOWN_ARRIVALS, Arrivals
 from paceline.ddp.attach import attach_unreached
-from paceline.ddp.control import ControlBlock, ControlLayout, Flag
+from paceline.ddp.bucket_set import BucketSet
+from paceline.ddp.control import ControlBlock, Flag
 from paceline.ddp.diagnosis import autograd_grad_error
 from paceline.ddp.filler import BATCH_SLOTS, Filler
 from paceline.ddp.flight import Flight
@@ -63,8 +56,8 @@ from paceline.ddp.settle import settle
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets
-from paceline.ddp.taps import GradientTaps, Inbox, accumulate_node, tap_outputs
-from paceline.ddp.unused import Reach, find_tensors, first_reached, reach_of
+from paceline.ddp.taps import GradientTaps, make_inbox, nodes_of, tap_nodes
+from paceline.ddp.unused import Reach, first_reached, is_in_graph, reach_of
 from paceline.ddp.usage import UsageMap
 from paceline.ddp.weights import WeightedMean
 from paceline.errors import StepError
@@ -72,11 +65,9 @@ from paceline.observe import DDPStats, StepClock
 from paceline.torch_private import current_context_id, is_inside_backward, queue_callback
 from paceline.types import Transport
 
-UNKNOWN_ARRIVALS = 1 << 30
-"""Expected arrivals while a static graph is being learnt: more than ever come."""
-
 LATE_BYTES = 1 << 20
-"""A last bucket up to this size is reduced in a fraction of the time of a call to a server."""
+"""A last bucket up to this size is copied and reduced in less time than two threads need to
+meet."""
 
 
 class Reducer:
@@ -120,7 +111,7 @@ class Reducer:
         self._weighted_mean = WeightedMean()
         self._lock = threading.RLock()
         self._build(self._first_plan())
-        self._inbox = Inbox(self)
+        self._inbox = make_inbox(self)
         self._tap()
 
     # --- buckets -------------------------------------------------------------------------------
@@ -131,29 +122,12 @@ class Reducer:
         return plan_buckets(self.specs, caps, by_arrival=False)
 
     def _build(self, plan: BucketPlan) -> None:
-        """Make buckets for a plan. Memory comes with the next backward, when the old is free."""
-        self.plan = plan
-        tracked = len(self.parameters) if self.policy.tracks_unused else 0
-        layout = ControlLayout(self.transport.world, len(plan.buckets), tracked)
-        small_bytes = UNLIMITED if self.policy.batched_copy else SMALL_BYTES
-        last = len(plan.buckets) - 1
-        self.buckets = [
-            Bucket(
-                index,
-                spec,
-                self.parameters,
-                tail_numel=layout.numel if index == last else 0,
-                small_bytes=small_bytes,
-            )
-            for index, spec in enumerate(plan.buckets)
-        ]
-        by_index = {slot.index: slot for bucket in self.buckets for slot in bucket.slots}
-        self.slots = [by_index[index] for index in range(len(self.parameters))]
+        """Make buckets for a plan."""
+        self._set = BucketSet(plan, self.parameters, self.policy, self.transport.world)
+        self.plan, self.buckets, self.slots = plan, self._set.buckets, self._set.slots
         self.filler = Filler(self.policy, self.usage, self.clock)
         before: Flight | None = getattr(self, "flight", None)
-        self.flight = Flight(
-            plan, self.buckets, layout, self.transport, self.policy, self.usage, self.clock
-        )
+        self.flight = Flight(self._set, self.transport, self.policy, self.usage, self.clock)
         if before is not None:
             self.flight.take_over(before)
 
@@ -198,39 +172,20 @@ class Reducer:
         self.taps = GradientTaps(self.parameters, self._inbox, large)
         self._nodes = frozenset(self.taps.nodes)
 
-    def _attach_memory(self, bucket: Bucket) -> None:
-        """Give a bucket memory, or new memory if somebody still holds the old."""
-        if bucket.sparse:
-            return
-        if bucket.flat is not None:
-            if self.policy.views is not GradientViews.SAFE or not bucket.is_held():
-                return
-            bucket.detach()
-        spec = bucket.spec
-        bucket.attach(self.transport.allocate(bucket.total_numel, spec.dtype, spec.device))
-
     # --- forward -------------------------------------------------------------------------------
 
     def prepare_forward(self) -> None:
-        """Deal with a backward that never ended. Called before a forward that synchronises.
+        """Deal with what a step that failed has left. Called before a forward that synchronises.
 
         Raises:
             StepError: With ``missing_gradients="wait"``, if gradients of the last step are missing.
         """
-        if self.phase not in (Phase.REDUCING, Phase.WAITING) or is_inside_backward():
-            return
-        self._end_unfinished_step()
-
-    def check_taps(self) -> None:
-        """See that we still listen: to convert a parameter makes autograd forget its hooks.
-
-        A module is converted as a whole, so one parameter tells; all are looked at after an error.
-        """
-        suspects = range(len(self.parameters)) if self._taps_are_suspect else (0,)
-        self._taps_are_suspect = False
-        nodes = self.taps.nodes
-        if any(accumulate_node(self.parameters[index]) is not nodes[index] for index in suspects):
-            self.retap()
+        if self._taps_are_suspect:
+            self._taps_are_suspect = False
+            if not self.taps.are_intact(range(len(self.parameters))):
+                self.retap()
+        if self.phase in (Phase.REDUCING, Phase.WAITING) and not is_inside_backward():
+            self._end_unfinished_step()
 
     def arm(self, output: Any) -> Any:
         """Expect a backward through the output that is returned."""
@@ -240,8 +195,23 @@ class Reducer:
             output = attach_unreached(output, self.parameters, self.taps.nodes, sparse)
         if self.phase is Phase.IDLE:
             self.phase = Phase.ARMED
-        tap_outputs(find_tensors(output), self._nodes, self)
+        roots = nodes_of(output)
+        if roots:
+            tap_nodes(roots, self, leads_to_parameters=self._is_reached(roots))
         return output
+
+    def _is_reached(self, roots: Set[Any]) -> bool:
+        """Say whether parameters hang on an output; see that we still listen to them.
+
+        To convert a parameter makes autograd forget its hooks. A module is converted as a whole: we
+        are deaf if the graph has none of our nodes, and then one parameter tells.
+        """
+        if is_in_graph(roots, self._nodes):
+            return True
+        if self.taps.are_intact((0,)):
+            return False
+        self.retap()
+        return is_in_graph(roots, self._nodes)
 
     def disarm(self) -> None:
         """A forward has run that is not synchronised: gradients that come next are local."""
@@ -252,7 +222,7 @@ class Reducer:
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward has reached an output: the step begins, if it wants gradients of ours."""
-        with self._lock:
+        with self._lock, torch.no_grad():
             if self.phase is Phase.REDUCING:
                 return
             reach = first_reached(self.taps.nodes) if leads_to_parameters else Reach.RUNS
@@ -268,82 +238,66 @@ class Reducer:
 
     def on_gradients(self) -> None:
         """Gradients are ready ([Note: batches] in taps.py)."""
-        with self._lock:
-            while len(self._inbox) >= self._inbox.due and not self._may_wait():
-                indices = self._inbox.take()
+        with self._lock, torch.no_grad():
+            while len(self._inbox) >= self._inbox.due:
                 step = self._step
                 if step is None or self.phase is not Phase.REDUCING:
-                    step = self._begin_at_gradient(indices)
-                    if step is not None and step.home.keeps_gradients:
-                        self._inbox[:0] = indices
-                        continue  # they may wait, now that it is known what for
-                if step is None:
-                    return
-                self._take(step, indices)
+                    if not self._begin_at_gradient():
+                        return
+                elif step.home.keeps_gradients and len(self._inbox) < self._set_due(step):
+                    return  # a large gradient is in no hurry there
+                else:
+                    self._take(step, self._inbox.take())
 
-    def _may_wait(self) -> bool:
-        """Leave gradients in the inbox for now ([Note: gradients in a context])."""
-        step, started = self._step, self.flight.started
-        if step is None or self.phase is not Phase.REDUCING or not step.home.keeps_gradients:
-            return False
-        if started == len(self.buckets):
-            return False
-        bucket = self.buckets[started]
-        is_late = bucket is self.buckets[-1] and bucket.spec.nbytes <= LATE_BYTES
-        wanted = UNKNOWN_ARRIVALS if is_late else bucket.pending
-        if len(self._inbox) >= wanted:
-            return False
-        self._inbox.due = wanted
-        return True
-
-    def _begin_at_gradient(self, indices: Sequence[int]) -> Step | None:
+    def _begin_at_gradient(self) -> bool:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
         if self.phase is Phase.IDLE:
-            for index in indices if self.policy.tracks_unused else ():
-                if self.parameters[index].grad is not None:
+            for index in self._inbox.take():
+                if self.policy.tracks_unused and self.parameters[index].grad is not None:
                     self.usage.flags[index] = 1
-            return None
+            return False
         # The engine of distributed autograd runs this node without admitting that it will.
-        return self._begin(in_context=reach_of(self.taps.nodes[indices[0]]) is not Reach.RUNS)
+        node = self.taps.nodes[self._inbox.first()]
+        self._begin(in_context=reach_of(node) is not Reach.RUNS)
+        return True
 
     def _take(self, step: Step, indices: Sequence[int]) -> None:
         """Count gradients, bring them in, start the buckets that are full. The hot path."""
-        if self.arrivals.log is not None:
-            self.arrivals.log += indices
-        slots = self.slots
-        complete = []
-        for index in indices:
-            slot = slots[index]
-            arrived = slot.arrived = slot.arrived + 1
-            if arrived == slot.expected:
-                complete.append(slot)
-            elif arrived > slot.expected:
-                self._note_unexpected(step, slot)
-        if self.filler.take(step, self.buckets, complete):
+        complete, unexpected = self.arrivals.count(indices)
+        for index in unexpected:
+            self._note_unexpected(step, self.slots[index])
+        if self.filler.take(step, self.buckets, [self.slots[index] for index in complete]):
             self._start_full(step)
-        self._set_due()
+        self._set_due(step)
 
-    def _set_due(self) -> None:
-        """Ask to be told no later than the next bucket can be full."""
-        started = self.flight.started
-        pending = self.buckets[started].pending if started < len(self.buckets) else 1
-        self._inbox.due = min(BATCH_SLOTS, pending)
+    def _set_due(self, step: Step) -> int:
+        """Ask to be told no later than the next bucket can be full; return for how many."""
+        bucket = self.flight.next_bucket()
+        if bucket is None:
+            due = 1
+        elif bucket is self.buckets[-1] and bucket.spec.nbytes <= LATE_BYTES:
+            due = UNKNOWN_ARRIVALS  # [Note: late gradients]
+        else:
+            due = bucket.pending if step.home.keeps_gradients else min(BATCH_SLOTS, bucket.pending)
+        self._inbox.due = due
+        return due
 
     def _begin(self, *, in_context: bool) -> Step:
         """Open the buckets for a new step, or go on with one that waits for gradients."""
         queue_callback(self._finish)
         if self.phase is Phase.WAITING and self._step is not None:
             self.phase = Phase.REDUCING
-            self._set_due()
+            self._set_due(self._step)
             return self._step
         in_context = in_context and self._context_id is not None
         home = ContextHome(self._context_id or 0) if in_context else self.local_home
         step = self._open_step(home)
         if self.arrivals.counts is not None:
-            self._take_absent(step, [slot for slot in self.slots if slot.expected == 0])
+            unused = [i for i, count in enumerate(self.arrivals.counts) if not count]
+            self._take_absent(step, [self.slots[index] for index in unused])
         elif self.policy.find_unused and not self.policy.static_graph and not in_context:
             self._take_absent(step, self._search_unused())
-        self._set_due()
+        self._set_due(step)
         return step
 
     def _open_step(self, home: GradientHome, *, joined: bool = False) -> Step:
@@ -351,15 +305,8 @@ class Reducer:
         self.clock.start_backward(len(self.buckets))
         self.flight.open()
         self._drained = 0
-        self.arrivals.open_step()
-        counts = self.arrivals.counts
-        expected = UNKNOWN_ARRIVALS if self.policy.static_graph and counts is None else 1
-        for bucket in self.buckets:
-            self._attach_memory(bucket)
-            bucket.pending = len(bucket.slots)
-        for slot in self.slots:
-            slot.arrived = 0
-            slot.expected = expected if counts is None else counts[slot.index]
+        self.arrivals.open_step(static_graph=self.policy.static_graph)
+        self._set.open(self.transport)
         factor = self._prefactor(self.weight)
         number = self.steps - self._first_step
         step = Step(number, self.transport.rank, home, self.weight, factor, joined=joined)
@@ -383,6 +330,7 @@ class Reducer:
 
     def _take_absent(self, step: Step, slots: Sequence[Slot]) -> None:
         for slot in slots:
+            self.arrivals.expected[slot.index] = 0
             self.filler.take_absent(step, self.buckets[slot.bucket_index], slot)
         self._start_full(step)
 
@@ -413,15 +361,16 @@ class Reducer:
             self._complete(step, missing)
 
     def _missing(self) -> list[Slot]:
-        return [slot for slot in self.slots if slot.arrived < slot.expected]
+        return [self.slots[index] for index in self.arrivals.missing()]
 
     def _take_everything(self, step: Step) -> None:
         """The first step of a static graph: how often gradients arrive is known only now."""
+        arrived = self.arrivals.arrived
+        self.arrivals.expected = list(arrived)
         for slot in self.slots:
-            slot.expected = slot.arrived
-            if not slot.arrived:
+            if not arrived[slot.index]:
                 self.filler.take_absent(step, self.buckets[slot.bucket_index], slot)
-        self.filler.take(step, self.buckets, [slot for slot in self.slots if slot.arrived])
+        self.filler.take(step, self.buckets, [slot for slot in self.slots if arrived[slot.index]])
 
     def _complete(self, step: Step, missing: Sequence[Slot]) -> None:
         """Start what is left, wait, judge, settle. Whatever happens, the next step can begin."""
@@ -451,7 +400,7 @@ class Reducer:
         if self.after_bucket is not None:
             for bucket in self.buckets[self._drained :]:
                 self.after_bucket(bucket)
-        self.arrivals.learn(self.slots, static_graph=self.policy.static_graph)
+        self.arrivals.learn(static_graph=self.policy.static_graph)
         reduced = [bucket for bucket in self.buckets if not self.flight.is_skipped(bucket)]
         self.buckets_reduced = len(reduced)
         self.reduced_bytes += sum(bucket.spec.nbytes for bucket in reduced)
@@ -494,13 +443,12 @@ class Reducer:
             if not self.flight.is_landed(bucket):
                 return
             self._drained += 1
-            with torch.no_grad():
-                self.flight.wait(step, bucket)
-                mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
-                step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
-                step.home.settle(mine)
-                if self.after_bucket is not None:
-                    self.after_bucket(bucket)
+            self.flight.wait(step, bucket)
+            mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
+            step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
+            step.home.settle(mine)
+            if self.after_bucket is not None:
+                self.after_bucket(bucket)
 
     # --- joined ranks --------------------------------------------------------------------------
 
@@ -601,7 +549,8 @@ class Reducer:
     def _note_unexpected(self, step: Step, slot: Slot) -> None:
         is_static = self.arrivals.counts is not None
         kind = FailureKind.GRAPH_CHANGED if is_static else FailureKind.READY_TWICE
-        detail = f"gradient number {slot.arrived} in this backward, expected {slot.expected}"
+        arrived, expected = self.arrivals.arrived[slot.index], self.arrivals.expected[slot.index]
+        detail = f"gradient number {arrived} in this backward, expected {expected}"
         step.fail(kind, [slot], detail)
         if self.policy.missing is MissingGradients.WAIT:
             assert step.failure is not None

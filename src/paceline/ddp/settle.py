@@ -14,16 +14,28 @@ from paceline.ddp.step import Step
 
 def settle(step: Step, block: ControlBlock, buckets: Sequence[Bucket]) -> None:
     """Show reduced gradients; parameters that no rank used keep what they had, bit for bit."""
+    if step.absent or step.unsettled:
+        _settle_dense(step, block)
+    for bucket in buckets:
+        if bucket.sparse_gradient is not None:
+            _settle_sparse(step, block, bucket)
+
+
+def _settle_dense(step: Step, block: ControlBlock) -> None:
     unused = {index for index, count in enumerate(block.used) if count == 0}
     for slot in step.absent:
         if slot.index in unused:
             _restore(step, slot)
     concerned = [s for s in (*step.unsettled, *step.absent) if s.index not in unused]
     step.home.settle([slot for slot in concerned if slot.view is not None])
-    for bucket in buckets:
-        gradient, bucket.sparse_gradient = bucket.sparse_gradient, None
-        if gradient is not None and bucket.slots[0].index not in unused:
-            step.home.settle_sparse(bucket.slots[0], gradient)
+
+
+def _settle_sparse(step: Step, block: ControlBlock, bucket: Bucket) -> None:
+    gradient, bucket.sparse_gradient = bucket.sparse_gradient, None
+    slot = bucket.slots[0]
+    is_unused = bool(block.used) and block.used[slot.index] == 0
+    if gradient is not None and not is_unused:
+        step.home.settle_sparse(slot, gradient)
 
 
 def _restore(step: Step, slot: Slot) -> None:

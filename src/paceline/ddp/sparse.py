@@ -23,7 +23,6 @@ def empty_sparse(like: torch.Tensor | ParameterSpec) -> torch.Tensor:
 def collect_sparse(bucket: Bucket, gradient: torch.Tensor | None, factor: float) -> None:
     """Put a gradient, times ``factor``, into its bucket."""
     slot = bucket.slots[0]
-    slot.had_gradient = gradient is not None
     if gradient is None or factor == 0:
         bucket.sparse_gradient = empty_sparse(slot.spec)
         return

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.ddp.unused import is_in_graph
+from paceline.ddp.unused import find_tensors
+from paceline.shm.extension import native
 
 WAITING_BYTES = 4 << 20
 """Large gradients wait until they have so many bytes together: this bounds the extra memory."""
@@ -35,7 +36,7 @@ class Listener(Protocol):
         """A backward has reached an output of the module."""
 
 
-class Inbox(list[int]):
+class Inbox(Protocol):
     """Parameters, by index, whose gradients have arrived and have not been taken yet.
 
     [Note: batches] The listener is told when ``due`` are in the inbox, so that most gradients cost
@@ -46,34 +47,87 @@ class Inbox(list[int]):
 
     [Note: large gradients] They wait for each other, too: between two layers' matrix products all
     that a listener needs has left the caches, and telling it for one gradient takes 0.2 ms. So it
-    is told when ``waiting_bytes`` of large gradients have reached a limit. Two threads may lose a
-    count between them; the bucket that becomes full makes the gradients due then.
+    is told when ``WAITING_BYTES`` of large gradients are there. Two threads may lose a count
+    between them; the bucket that becomes full makes the gradients due then.
     """
 
-    def __init__(self, listener: Listener) -> None:
-        super().__init__()
-        self.due = 1
-        self.waiting_bytes = 0
-        self._listener = weakref.ref(listener)
+    due: int
 
-    def tell(self) -> None:
-        """Tell the listener, if it still lives."""
-        listener = self._listener()
-        if listener is not None:
-            listener.on_gradients()
+    def __len__(self) -> int:
+        """How many are there."""
+
+    def tap(self, index: int, large_bytes: int, /) -> Callable[..., None]:
+        """Return a hook that puts ``index`` into the inbox, and then tells if that is due.
+
+        ``large_bytes`` is 0 for a gradient that is not large.
+        """
+
+    def first(self) -> int:
+        """Return what came first, and leave it."""
 
     def take(self) -> list[int]:
         """Remove and return what is there."""
-        self.waiting_bytes = 0
-        count = len(self)
-        taken = self[:count]
-        del self[:count]
+
+    def clear(self) -> None:
+        """Forget what is there."""
+
+
+class PythonInbox:
+    """What :func:`make_inbox` makes where the native core is missing."""
+
+    def __init__(self, tell: Callable[[], None], most_bytes: int) -> None:
+        self.due = 1
+        self._tell = tell
+        self._most_bytes = most_bytes
+        self._waiting_bytes = 0
+        self._items: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def tap(self, index: int, large_bytes: int, /) -> Callable[..., None]:
+        """Return a hook; autograd hands it gradients, which it does not look at."""
+
+        def on_gradient(*_: Any) -> None:
+            self._items.append(index)
+            self._waiting_bytes += large_bytes
+            if self._waiting_bytes >= self._most_bytes:
+                self.due = 1
+            if len(self._items) >= self.due:
+                self._tell()
+
+        return on_gradient
+
+    def first(self) -> int:
+        """Return what came first, and leave it."""
+        return self._items[0]
+
+    def take(self) -> list[int]:
+        """Remove and return what is there."""
+        self._waiting_bytes = 0
+        count = len(self._items)
+        taken = self._items[:count]
+        del self._items[:count]
         return taken
 
     def clear(self) -> None:
         """Forget what is there."""
-        self.waiting_bytes = 0
-        super().clear()
+        self._waiting_bytes = 0
+        self._items.clear()
+
+
+def make_inbox(listener: Listener) -> Inbox:
+    """Make an inbox that tells the listener, as long as it lives; in C if that was built."""
+    reference = weakref.ref(listener)
+
+    def tell() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.on_gradients()
+
+    kind: Callable[[Callable[[], None], int], Inbox]
+    kind = PythonInbox if native is None else native.Inbox
+    return kind(tell, WAITING_BYTES)
 
 
 class GradientTaps:
@@ -83,13 +137,18 @@ class GradientTaps:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], inbox: Inbox, large: Set[int]) -> None:
+        self._parameters = parameters
         self.nodes: list[Any] = []
         self._handles: list[Any] = []
         for index, parameter in enumerate(parameters):
-            node = accumulate_node(parameter)
+            node = _accumulate_node(parameter)
             self.nodes.append(node)
             large_bytes = parameter.nbytes if index in large else 0
-            self._handles.append(node.register_hook(_gradient_hook(inbox, index, large_bytes)))
+            self._handles.append(node.register_hook(inbox.tap(index, large_bytes)))
+
+    def are_intact(self, indices: Iterable[int]) -> bool:
+        """Whether these parameters still lead to our nodes."""
+        return all(_accumulate_node(self._parameters[i]) is self.nodes[i] for i in indices)
 
     def remove(self) -> None:
         """Stop listening. Gradients stay local from now on."""
@@ -98,7 +157,7 @@ class GradientTaps:
         self._handles.clear()
 
 
-def accumulate_node(parameter: torch.Tensor) -> Any:
+def _accumulate_node(parameter: torch.Tensor) -> Any:
     """Return the node at which a parameter's gradient is accumulated."""
     with torch.enable_grad():
         grad_fn = parameter.view_as(parameter).grad_fn
@@ -106,40 +165,20 @@ def accumulate_node(parameter: torch.Tensor) -> Any:
     return grad_fn.next_functions[0][0]
 
 
-def tap_outputs(
-    tensors: Iterable[torch.Tensor], parameter_nodes: Set[Any], listener: Listener
-) -> None:
-    """Tell the listener when a backward reaches one of these outputs.
+def nodes_of(output: Any) -> set[Any]:
+    """Return the nodes at which a backward enters the graph of a forward's output."""
+    return {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
 
-    It is also told whether parameters hang on the output at all; that cannot be asked later,
-    because a hook that kept its node would keep the whole graph alive.
+
+def tap_nodes(nodes: Iterable[Any], listener: Listener, *, leads_to_parameters: bool) -> None:
+    """Tell the listener when a backward reaches one of these nodes of a forward's output.
+
+    It is also told whether parameters hang on them at all; that cannot be asked later, because
+    a hook that kept its node would keep the whole graph alive.
     """
-    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-    if not nodes:
-        return
-    leads_to_parameters = is_in_graph(list(nodes), parameter_nodes)
 
     def on_output(_: Any) -> None:
         listener.on_output(leads_to_parameters)
 
     for node in nodes:
         node.register_prehook(on_output)
-
-
-def _gradient_hook(inbox: Inbox, index: int, large_bytes: int) -> Callable[..., None]:
-    append = inbox.append
-
-    def on_gradient(*_: Any) -> None:
-        append(index)
-        if len(inbox) >= inbox.due:
-            inbox.tell()
-
-    def on_large_gradient(*_: Any) -> None:
-        append(index)
-        waiting = inbox.waiting_bytes = inbox.waiting_bytes + large_bytes
-        if waiting >= WAITING_BYTES:
-            inbox.due = 1
-        if len(inbox) >= inbox.due:
-            inbox.tell()
-
-    return on_large_gradient if large_bytes else on_gradient

@@ -7,7 +7,7 @@ out which nodes this very backward will run, including that an output did not en
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ def first_reached(nodes: Iterable[Any]) -> Reach:
     return Reach.UNREACHED
 
 
-def is_in_graph(outputs: Sequence[Any], wanted: Set[Any]) -> bool:
+def is_in_graph(outputs: Iterable[Any], wanted: Set[Any]) -> bool:
     """Say whether some node of ``wanted`` hangs below ``outputs``; stops at the first."""
     seen: set[Any] = set()
     stack = list(outputs)

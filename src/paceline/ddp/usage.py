@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.buckets import Slot
+from paceline.ddp.homes import GradientHome
 
 
 class UsageMap:
@@ -18,10 +19,10 @@ class UsageMap:
         self.is_static = True
         self._previous: bytes | None = None
 
-    def note(self, slots: Iterable[Slot]) -> None:
-        """Mark the slots whose gradients were there."""
+    def note(self, home: GradientHome, slots: Iterable[Slot]) -> None:
+        """Mark the slots that had a gradient: autograd may also arrive empty-handed."""
         for slot in slots:
-            if slot.had_gradient:
+            if home.has_gradient(slot):
                 self.flags[slot.index] = 1
 
     def close_step(self) -> None:

@@ -38,9 +38,8 @@ from paceline.ddp.peers import Peers
 from paceline.ddp.precision import PrecisionHome, PrecisionSwap
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.settings import Settings
-from paceline.ddp.taps import tap_outputs
+from paceline.ddp.taps import nodes_of, tap_nodes
 from paceline.ddp.torch_surface import TorchSurface
-from paceline.ddp.unused import find_tensors
 from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.freed_memory import keep_freed_memory
@@ -48,7 +47,9 @@ from paceline.observe import DDPStats
 from paceline.torch_private import (
     MixedPrecisionConfig,
     TorchDDP,
+    compiler_callback,
     is_inside_backward,
+    is_profiled,
     move_inputs,
     not_compiled,
     not_compiled_itself,
@@ -290,20 +291,36 @@ class DistributedDataParallel(TorchSurface):
     @not_compiled_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the gradients of its backward will be averaged over all ranks."""
+        if compiler_callback() is None and not is_profiled():
+            return self._run_unseen(inputs, kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
 
-    @not_compiled
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _run_unseen(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same in fewer calls, while neither a compiler nor a profiler looks on."""
+        inputs, kwargs = self._enter_forward(*inputs, **kwargs)
+        outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+        try:
+            output = self.module(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = outer
+        return self._leave_forward(output)
+
+    def _enter_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self._lazy_init_ran:
             self._lazy_init()
         if self.reducer is not None:
             if self._will_sync() and not is_inside_backward():
                 self._prepare_sync(self.reducer)
-            self._sync_before_forward(self.reducer)
+            if self._join_config.enable:
+                self._announce_to_joined(self.reducer)
+            if self._syncs_buffers(Moment.BEFORE_FORWARD):
+                self._sync_buffers()
+            if self._join_config.enable:
+                agree_on_sync(self, self.require_backward_grad_sync, wait=False)
         if self.device_ids:
             target = torch.device(self.device_type, self.device_ids[0])
             side_stream = self.use_side_stream_for_tensor_copies
@@ -315,26 +332,23 @@ class DistributedDataParallel(TorchSurface):
                 self.reducer.retap()
         return inputs, kwargs
 
+    _pre_forward = not_compiled(_enter_forward)
+
     def _prepare_sync(self, reducer: Reducer) -> None:
         self._runs_own_parameters = self._census.is_unchanged() or self._recount()
-        reducer.check_taps()
         reducer.prepare_forward()
         if self.logger.is_sampled(self._forwards):
             self.logger.sample(self._forwards, reducer.clock)
         self._forwards += 1
         reducer.clock.start_forward()
 
-    def _sync_before_forward(self, reducer: Reducer) -> None:
+    def _announce_to_joined(self, reducer: Reducer) -> None:
+        """Inside of a join context: tell ranks that have left their loops that this one has not."""
         work = Join.notify_join_context(self)
         if work is not None and not self._divide_by_initial_world_size:
             reducer.join_divisor = lambda: active_ranks(work)
-        if self._syncs_buffers(Moment.BEFORE_FORWARD):
-            self._sync_buffers()
-        if self._join_config.enable:
-            agree_on_sync(self, self.require_backward_grad_sync, wait=False)
 
-    @not_compiled
-    def _post_forward(self, output: Any) -> Any:
+    def _leave_forward(self, output: Any) -> Any:
         if self.reducer is not None:
             if self._syncs_buffers(Moment.AFTER_FORWARD):
                 self._sync_buffers()
@@ -350,11 +364,13 @@ class DistributedDataParallel(TorchSurface):
             self._delayed.lend_views()
         return output
 
+    _post_forward = not_compiled(_leave_forward)
+
     def _leave_low_precision(self, swap: PrecisionSwap, output: Any) -> None:
         """A forward that is not synchronised: full precision returns after its backward, if any."""
-        tensors = [t for t in find_tensors(output) if t.grad_fn is not None]
-        if torch.is_grad_enabled() and tensors:
-            tap_outputs(tensors, frozenset(), swap)
+        nodes = nodes_of(output)
+        if torch.is_grad_enabled() and nodes:
+            tap_nodes(nodes, swap, leads_to_parameters=False)
         else:
             swap.leave()
 

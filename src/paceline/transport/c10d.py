@@ -54,6 +54,10 @@ class C10dTransport:
         """All-reduce (sum) in place."""
         return C10dReduction(self._group.allreduce([flat]))
 
+    def start_last(self, flat: torch.Tensor) -> C10dReduction:
+        """At once: it goes on while backward ends."""
+        return self.start(flat)
+
     def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
         """All-reduce a sparse tensor in place; gloo and NCCL gather indices and values."""
         return C10dReduction(self._group.allreduce([gradient]))

@@ -76,6 +76,10 @@ class DeferredTransport:
         """See :class:`paceline.types.Transport`."""
         return self.resolve().start(flat)
 
+    def start_last(self, flat: torch.Tensor) -> Reduction:
+        """See :class:`paceline.types.Transport`."""
+        return self.resolve().start_last(flat)
+
     def start_sparse(self, gradient: torch.Tensor) -> Reduction:
         """See :class:`paceline.types.Transport`."""
         return self.resolve().start_sparse(gradient)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,8 +27,11 @@ from paceline.shm.staged import Stage
 from paceline.shm.work import FutureThread
 from paceline.torch_private import group_timeout, is_profiled, record_until_done
 from paceline.transport.c10d import C10dReduction, C10dTransport
+from paceline.types import Reduction
 
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
+LATE_BYTES = 1 << 20
+"""A sum up to this size takes less time than to hand it to another thread and back."""
 
 
 class UnderWay(Protocol):
@@ -69,6 +73,34 @@ class ShmReduction:
 
     def on_done(self, callback: Callable[[int], None]) -> None:
         """Tell, inside of :meth:`wait`, when it was done: the native thread runs no Python."""
+        self._callback = callback
+
+
+class LateSum:
+    """A sum that is done inside of :meth:`wait`, by whoever waits."""
+
+    __slots__ = ("_callback", "_flat", "_group")
+
+    def __init__(self, group: SharedGroup, flat: torch.Tensor) -> None:
+        self._group = group
+        self._flat: torch.Tensor | None = flat
+        self._callback: Callable[[int], None] | None = None
+
+    def wait(self) -> None:
+        """Sum, or raise a CollectiveError that names the rank."""
+        flat, self._flat = self._flat, None
+        if flat is None:
+            return
+        self._group.all_reduce_now(flat, SUM)
+        if self._callback is not None:
+            self._callback(time.perf_counter_ns())
+
+    def is_done(self) -> bool:
+        """Not before somebody has waited."""
+        return self._flat is None
+
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Tell inside of :meth:`wait`."""
         self._callback = callback
 
 
@@ -119,6 +151,12 @@ class ShmTransport:
             assert self._stage is not None
             under_way = self._stage.start(flat)
         return ShmReduction(under_way, self._record(under_way) if is_profiled() else None)
+
+    def start_last(self, flat: torch.Tensor) -> Reduction:
+        """Leave a small sum to the thread that waits for it: to wake another one costs more."""
+        group = self._group
+        is_late = flat.nbytes <= LATE_BYTES and not flat.is_complex() and not is_profiled()
+        return LateSum(group, flat) if group is not None and is_late else self.start(flat)
 
     def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
         """Sparse gradients have another size on every rank: the process group gathers them."""

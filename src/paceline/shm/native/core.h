@@ -5,7 +5,9 @@
  *   engine.c    the collectives, as rounds between barriers
  *   progress.c  the queue of operations and the thread that works it off
  *   faults.c    named points at which tests kill, stop or delay a rank
- *   module.c    the only file that knows Python
+ *   module.c    what Python sees of it
+ *   inbox.c     knows Python, too, and nothing of the group: the hooks of the DDP wrapper
+ *   bytes.c     likewise: the wrapper's control block
  */
 #ifndef PACELINE_CORE_H
 #define PACELINE_CORE_H

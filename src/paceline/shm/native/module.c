@@ -1,8 +1,8 @@
 /* What Python sees of the native core: `Core`, `Operation`, and the constants of the layout.
  *
- * The only file here that knows Python; it uses the stable ABI only, so that one build serves
- * every later version. It checks nothing that shm/group.py has checked: addresses are taken as
- * they come. */
+ * With inbox.c and bytes.c, the only file here that knows Python; all use the stable ABI only, so that one
+ * build serves every later version. It checks nothing that shm/group.py has checked: addresses are
+ * taken as they come. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "core.h"
+#include "python.h"
 
 /* How long a wait goes on before it looks for Ctrl-C. */
 #define SIGNAL_CHECK_NS UINT64_C(50000000)
@@ -512,6 +513,10 @@ static PyMethodDef module_methods[] = {
      "cut(count, parts, index, itemsize) -> the first element of a slice"},
     {"scale_f32", (PyCFunction)(void (*)(void))native_scale_f32, METH_FASTCALL,
      "scale_f32(target, source, count, factor): a copy past the caches"},
+    {"write_floats", (PyCFunction)(void (*)(void))pl_write_floats, METH_FASTCALL,
+     "write_floats(address, bytearray): bytes as float32 numbers"},
+    {"read_floats", (PyCFunction)(void (*)(void))pl_read_floats, METH_FASTCALL,
+     "read_floats(address, count) -> bytes"},
     {"can_reduce", native_can_reduce, METH_VARARGS, "can_reduce(DTYPE_*, OP_*) -> bool"},
     {NULL, NULL, 0, NULL},
 };
@@ -611,7 +616,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     Py_INCREF(forked_error);
     if (PyModule_AddObject(module, "ForkedError", forked_error) != 0 ||
         add_type(module, "Operation", &operation_spec, &operation_type) != 0 ||
-        add_type(module, "Core", &core_spec, NULL) != 0)
+        add_type(module, "Core", &core_spec, NULL) != 0 || pl_add_inbox(module) != 0)
         return NULL;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) != 0)
