@@ -1,7 +1,7 @@
 """Brings gradients into buckets: copied at most once, scaled, checked.
 
 Small gradients wait and are copied many at a time, because a call costs more than the copy; large
-ones are copied and scaled in one pass as they arrive, so that no second set of gradients builds
+ones are copied and scaled in one pass, a few at a time, so that no second set of gradients builds
 up. Where the outside keeps its set anyway, all are copied many at a time. Nothing raises here:
 trouble is noted in the step.
 """
