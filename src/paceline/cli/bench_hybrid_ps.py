@@ -59,10 +59,9 @@ class PsStep:
 
     def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
         """Train on one batch; return its loss. The upcoming one is looked up meanwhile."""
-        found = self._tables(self._bags(batch))
+        features = self._tables.joined(self._bags(batch))
         if upcoming is not None:
             self._tables.prefetch(self._bags(upcoming))
-        features = torch.cat([found[name] for name in self._names], dim=1)
         loss = F.cross_entropy(self.dense(features), batch.targets)
         self._optimizer.zero_grad()
         loss.backward()

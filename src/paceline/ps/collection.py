@@ -73,6 +73,26 @@ class EmbeddingBagCollection(ServedModule):
         found = self._tables.forward(batch, lambda: self._read(batch))
         return {name: found[self._configs[name][0]] for name in batch}
 
+    def joined(self, batch: CollectionBatch) -> Tensor:
+        """The pooled bags of all tables in the batch side by side, in its order: one matrix.
+
+        The same as ``torch.cat([*self(batch).values()], 1)``, for less work.
+
+        >>> import torch
+        >>> from paceline import ps
+        >>> tables = [ps.TableConfig("user", 1000, 8), ps.TableConfig("item", 5000, 4)]
+        >>> with ps.local(1) as servers:
+        ...     bags = ps.EmbeddingBagCollection(tables, servers=servers, optimizer=ps.SGD(0.1))
+        ...     found = bags.joined({"user": torch.tensor([[1]]), "item": torch.tensor([[7]])})
+        ...     found.shape
+        torch.Size([1, 12])
+
+        Raises:
+            BagsError: Tables have different numbers of bags.
+        """
+        order = [(self._configs.get(name) or self._unknown(name))[0] for name in batch]
+        return self._tables.joined(batch, order, lambda: self._read(batch))
+
     def prefetch(self, batch: CollectionBatch) -> None:
         """Announce the input of a later forward, so that its lookup overlaps with other work."""
         self._tables.prefetch(batch, self._read(batch))
