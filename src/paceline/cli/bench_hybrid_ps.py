@@ -55,13 +55,16 @@ class PsStep:
         dist.barrier(group)
         network = dense_network(plan.seed)
         self.dense: nn.Module = DistributedDataParallel(network, process_group=group)
+        self._announced: dict[str, ps.Bags] | None = None
         self._optimizer = torch.optim.SGD(self.dense.parameters(), lr=LEARNING_RATE)
 
     def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
         """Train on one batch; return its loss. The upcoming one is looked up meanwhile."""
-        features = self._tables.joined(self._bags(batch))
+        bags, self._announced = self._announced or self._bags(batch), None
+        features = self._tables.joined(bags)
         if upcoming is not None:
-            self._tables.prefetch(self._bags(upcoming))
+            self._announced = self._bags(upcoming)
+            self._tables.prefetch(self._announced)
         loss = F.cross_entropy(self.dense(features), batch.targets)
         self._optimizer.zero_grad()
         loss.backward()
