@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from paceline import ps
+from paceline.ps import door
 from paceline.ps.extension import native
 from paceline.ps.inputs import flat_bags
+from paceline.ps.link import News
 from paceline.ps.segment import CAPACITY, KNOCK, MAGIC, door_path
 from paceline.ps.shortcut import Shortcut, open_shortcut
 from paceline.shm.extension import DISABLE_VARIABLE
@@ -148,6 +150,19 @@ def test_a_killed_server_is_noticed_and_the_next_one_shares_again(
         assert servers.routes == [SHARED]
 
 
+def test_another_server_at_the_same_place_is_news(one: ps.LocalServers) -> None:
+    """It may have come back empty: nothing is believed before it has said what it has."""
+    with ps.connect(one) as servers:
+        link = servers.channels[0]._link
+        link._leave_shortcut()
+        link.at_rest("another one")
+        assert servers.routes == ["ipc"]
+        assert link.news() is News.BROKEN
+        assert link.news() is News.NOTHING
+        link.at_rest(servers.channels[0]._ledger.incarnation)
+        assert servers.routes == [SHARED]
+
+
 def test_nothing_is_left_when_a_trainer_leaves(one: ps.LocalServers) -> None:
     with ps.connect(one) as watcher:
         pid, mine = pid_of(watcher), descriptors_of(os.getpid())
@@ -202,6 +217,27 @@ def test_the_door_is_private_and_takes_no_garbage(one: ps.LocalServers) -> None:
         assert make(servers, "garbage")(torch.tensor([[1]])).sum().item() == 0.0
     for each in silent:
         each.close()
+
+
+def test_who_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "KNOCK_S", 0.05)
+    made = door.Door(tmp_path / "s.door", "0" * 16)
+    try:
+        address = f"ipc://{tmp_path}/s"
+        silent = knock(address, b"")
+        made.look()
+        time.sleep(0.1)
+        with knock(address, b"") as connection:
+            made.look()
+            assert silent.recv(1) == b""
+            connection.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+        silent.close()
+    finally:
+        made.close()
+    assert door_path("tcp://127.0.0.1:1") is None
+    assert door_path("ipc://@name") is None
 
 
 def test_garbage_in_the_ring_is_refused_and_hurts_nobody_else(one: ps.LocalServers) -> None:

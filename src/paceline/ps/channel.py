@@ -88,7 +88,7 @@ class Channel:
         self._wait_until(lambda: self._ledger.state is not State.MEETING, "the first answer")
         with self._lock:
             if self._ledger.is_idle:
-                self._link.at_rest()
+                self._link.at_rest(self._ledger.incarnation)
 
     def post(self, pending: Pending) -> Pending:
         """Send a request; what it answers is had by ``wait``. Waits only if too much is kept."""
@@ -98,7 +98,7 @@ class Channel:
         with self._lock:
             self._check_usable(pending.what)
             if ledger.is_idle:
-                self._link.at_rest()
+                self._link.at_rest(self._ledger.incarnation)
             self._send(ledger.enter(pending))
         return pending
 

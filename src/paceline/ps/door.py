@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,16 @@ from paceline.ps.segment import (
     MAGIC,
     OFFER,
     Handed,
-    is_same_user,
     make_memory,
     pair_over,
 )
 from paceline.ps.wire import Frame
+from paceline.shm.passing import is_same_user
 
 MOST = 1024
 """So many trainers may have memory, and as many more may stand at the door."""
+KNOCK_S = 5.0
+"""Who has not said anything for so long is sent away when the next one comes."""
 FULL = CAPACITY // 48
 """No more messages than this are in a ring at once."""
 
@@ -72,16 +75,18 @@ class Door:
 
     Args:
         path: Of the socket; a file that a killed server left there is replaced.
+        incarnation: Of the server.
 
     Attributes:
         event: A descriptor that has something to read when a visitor woke the server.
         visitors: All of them, by client.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, incarnation: str) -> None:
         self._path = path
+        self._offer = OFFER.pack(MAGIC, CAPACITY, incarnation.encode())
         self.visitors: dict[bytes, Visitor] = {}
-        self._knocking: dict[int, socket.socket] = {}
+        self._knocking: dict[int, tuple[socket.socket, float]] = {}
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -117,7 +122,7 @@ class Door:
             if descriptor == self._listener.fileno():
                 self._accept()
             elif descriptor in self._knocking:
-                self._let_in(self._knocking.pop(descriptor))
+                self._let_in(self._knocking.pop(descriptor)[0])
             elif descriptor in by_descriptor:
                 left.append(by_descriptor[descriptor])
         return left
@@ -133,7 +138,7 @@ class Door:
         """Let go of everybody, and remove the socket's file."""
         for visitor in list(self.visitors.values()):
             self.dismiss(visitor)
-        for each in self._knocking.values():
+        for each, _ in self._knocking.values():
             each.close()
         self._listener.close()
         self._epoll.close()
@@ -145,12 +150,22 @@ class Door:
             connection, _ = self._listener.accept()
         except OSError:  # it has gone again, or there are no descriptors left
             return
+        self._send_away()
         if len(self._knocking) >= MOST or not is_same_user(connection):
             connection.close()
             return
         connection.setblocking(False)
-        self._knocking[connection.fileno()] = connection
+        self._knocking[connection.fileno()] = (connection, time.monotonic())
         self._epoll.register(connection, select.EPOLLIN)
+
+    def _send_away(self) -> None:
+        """End with those who came long ago and said nothing."""
+        until_s = time.monotonic() - KNOCK_S
+        for descriptor, (connection, since_s) in list(self._knocking.items()):
+            if since_s < until_s:
+                self._epoll.unregister(connection)
+                connection.close()
+                del self._knocking[descriptor]
 
     def _let_in(self, connection: socket.socket) -> None:
         try:
@@ -172,7 +187,7 @@ class Door:
                 handed = Handed(memory, self.event, event)
                 pair = pair_over(handed, CAPACITY, is_server=True)
                 undo.callback(pair.close)
-                socket.send_fds(connection, [OFFER.pack(MAGIC, CAPACITY)], handed)
+                socket.send_fds(connection, [self._offer], handed)
             finally:
                 os.close(memory)
             undo.pop_all()

@@ -70,6 +70,7 @@ class Link:
         self._next_try_s = 0.0
         self._is_direct = False  # whether data messages may take the shortcut
         self._is_marked = False  # whether the next reply comes over ZeroMQ
+        self._is_replaced = False  # whether another server answers, and nobody knows yet
         self.came_by_shortcut = False
         self._socket = context.socket(zmq.DEALER)
         for name, value in {**_OPTIONS, **curve}.items():
@@ -84,11 +85,19 @@ class Link:
             return "shared memory"
         return self.address.partition(":")[0]
 
-    def at_rest(self) -> None:
-        """Take the shortcut from now on, if there is one: nothing is under way."""
+    def at_rest(self, incarnation: str | None) -> None:
+        """Take the shortcut from now on, if there is one: nothing is under way.
+
+        Args:
+            incarnation: Of the server that this trainer knows. If another one hands out memory, it
+                has taken its place unnoticed so far, and that is news.
+        """
         if self._shortcut is None and time.monotonic() >= self._next_try_s:
             self._shortcut = open_shortcut(self.address, self._client)
             self._next_try_s = time.monotonic() + _RETRY_S
+            if self._shortcut is not None and self._shortcut.incarnation != incarnation:
+                self._leave_shortcut()
+                self._is_replaced = True
         self._is_direct = self._shortcut is not None
 
     def send(self, frames: list[Frame]) -> None:
@@ -124,8 +133,9 @@ class Link:
     def news(self) -> News:
         """The worst that happened since the last call."""
         found = News.NOTHING
-        if self._shortcut is not None and self._shortcut.is_broken:
+        if self._is_replaced or (self._shortcut is not None and self._shortcut.is_broken):
             self._leave_shortcut()
+            self._is_replaced = False
             found = News.BROKEN
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self._monitor)["event"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import struct
 import sys
 from pathlib import Path
@@ -22,10 +21,10 @@ CAPACITY = 1 << 20
 """Bytes of each of the two rings. A message takes at most half of one."""
 KNOCK = struct.Struct("<8s16s")
 """What a trainer says at the door: ``MAGIC``, and its client id."""
-OFFER = struct.Struct("<8sQ")
-"""What it gets, with three descriptors (memory, server's event, own event): magic, capacity."""
+OFFER = struct.Struct("<8sQ16s")
+"""What it gets, with three descriptors (memory, server's event, own event): magic, capacity, and
+the incarnation of the server, as WELCOME tells it."""
 MAGIC = b"PLdoor1\0"
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Handed(NamedTuple):
@@ -43,10 +42,11 @@ def is_possible() -> bool:
 
 
 def door_path(address: str) -> Path | None:
-    """Where a server at this address hands out memory; None if it is on another host."""
-    if not address.startswith(IPC):
+    """Where a server at this address hands out memory; None if it has no such place."""
+    path = address.removeprefix(IPC)
+    if path == address or path.startswith("@"):  # another host's, perhaps; a socket without a file
         return None
-    return Path(address.removeprefix(IPC) + ".door")
+    return Path(path + ".door")
 
 
 def make_memory() -> int:
@@ -73,10 +73,3 @@ def pair_over(handed: Handed, capacity: int, is_server: bool) -> Any:
     if is_server:
         ours, theirs = theirs, ours
     return native.Pair(handed.memory, capacity, ours, theirs, is_server)
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Say whether the process at the other end is of this user; the kernel knows."""
-    size = _CREDENTIALS.size
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())

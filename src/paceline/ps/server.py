@@ -75,7 +75,7 @@ class Server:
         try:
             self._entrance = Entrance(self._context, settings, handler.refusals)
             self._socket = self._entrance.open(QUEUED)
-            self._door = _open_door(settings)
+            self._door = _open_door(settings, handler.incarnation)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -290,13 +290,13 @@ class Server:
         return end
 
 
-def _open_door(settings: ServerSettings) -> Door | None:
+def _open_door(settings: ServerSettings, incarnation: str) -> Door | None:
     """Where trainers of this host get shared memory; without it, everything goes over ZeroMQ."""
     path = door_path(settings.address)
     if path is None or not is_possible():
         return None
     try:
-        return Door(path)
+        return Door(path, incarnation)
     except OSError as error:
         log.warning("no shared memory for trainers of this host: %s: %s", path, error)
         return None

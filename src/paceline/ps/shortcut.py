@@ -19,10 +19,10 @@ from paceline.ps.segment import (
     Handed,
     door_path,
     is_possible,
-    is_same_user,
     pair_over,
 )
 from paceline.ps.wire import Frame
+from paceline.shm.passing import is_same_user
 
 _DOOR_S = 1.0
 """So long may a server take to hand out memory; a busy one is asked again later."""
@@ -34,10 +34,14 @@ class Shortcut:
     Attributes:
         awaited: How many replies will still come this way.
         is_broken: The server has closed its end, or is dead.
+        incarnation: Of the server, as in its WELCOME.
         is_held: More requests will follow at once: the server is not woken before.
     """
 
-    def __init__(self, connection: socket.socket, pair: Any, events: tuple[int, int]) -> None:
+    def __init__(
+        self, connection: socket.socket, pair: Any, events: tuple[int, int], incarnation: str
+    ) -> None:
+        self.incarnation = incarnation
         self.awaited = 0
         self.is_broken = self.is_held = self._is_waking_due = False
         self._connection = connection
@@ -98,7 +102,7 @@ def open_shortcut(address: str, client: bytes) -> Shortcut | None:
         if not is_same_user(connection):
             raise PermissionError(f"{path} is another user's")
         connection.sendall(KNOCK.pack(MAGIC, client))
-        handed, capacity = _receive(connection)
+        handed, capacity, incarnation = _receive(connection)
     except OSError:
         connection.close()
         return None
@@ -111,15 +115,16 @@ def open_shortcut(address: str, client: bytes) -> Shortcut | None:
         return None
     finally:
         os.close(handed.memory)
-    return Shortcut(connection, pair, (handed.server_event, handed.trainer_event))
+    events = (handed.server_event, handed.trainer_event)
+    return Shortcut(connection, pair, events, incarnation)
 
 
-def _receive(connection: socket.socket) -> tuple[Handed, int]:
+def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
     words, descriptors, _, _ = socket.recv_fds(connection, OFFER.size, len(Handed._fields))
     if len(words) == OFFER.size and len(descriptors) == len(Handed._fields):
-        magic, capacity = OFFER.unpack(words)
+        magic, capacity, incarnation = OFFER.unpack(words)
         if magic == MAGIC:
-            return Handed(*descriptors), capacity
+            return Handed(*descriptors), capacity, incarnation.decode("ascii", "replace")
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -88,7 +88,7 @@ class Desk:
 
     def _hello(self, connection: socket.socket, each: int) -> tuple[int, list[int]] | None:
         """Let a peer in: the same user, the right token, the right number of descriptors."""
-        if not _is_same_user(connection):
+        if not is_same_user(connection):
             return None
         try:
             size = _HELLO.size + _TOKEN_BYTES
@@ -114,7 +114,7 @@ def visit(
     received: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         _call_on(connection, "\0" + address, deadline)
-        if not _is_same_user(connection):
+        if not is_same_user(connection):
             raise PermissionError("another user listens at the socket of a peer")
         socket.send_fds(connection, [_HELLO.pack(rank) + token.encode()], list(mine))
         try:
@@ -143,7 +143,8 @@ def _call_on(connection: socket.socket, address: str, deadline: Deadline) -> Non
             time.sleep(0.005)
 
 
-def _is_same_user(connection: socket.socket) -> bool:
+def is_same_user(connection: socket.socket) -> bool:
+    """Say whether the process at the other end is of this user; the kernel knows."""
     size = _CREDENTIALS.size
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
