@@ -8,7 +8,6 @@
  * [Note: what is believed]
  * The trainer can write to the ring at any time. Head, records and ids are copied to private memory
  * before they are checked; gradients are numbers, whatever they are, and are read in place. */
-#define _GNU_SOURCE
 #include "pair.h"
 #include "rows.h"
 

@@ -3,7 +3,6 @@
  * The memory: one page of counts and facts, the ring of requests, the ring of replies. The server
  * makes and formats it; the trainer checks what it was handed. Descriptors stay the caller's; the
  * mapping is the object's. Not for several threads at once: callers have a lock. */
-#define _GNU_SOURCE
 #include "pair.h"
 
 #include <errno.h>
