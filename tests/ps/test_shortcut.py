@@ -85,6 +85,13 @@ def test_it_can_be_switched_off(one: ps.LocalServers, monkeypatch: pytest.Monkey
         assert make(servers, "off")(torch.tensor([[1]])).sum().item() == 0.0
 
 
+def test_a_smaller_limit_of_messages_holds(start_servers: Start) -> None:
+    with ps.connect(start_servers(1, max_message_bytes=CAPACITY // 2 - 1)) as servers:
+        assert servers.routes == ["ipc"]
+    with ps.connect(start_servers(1, max_message_bytes=CAPACITY // 2)) as servers:
+        assert servers.routes == [SHARED]
+
+
 def test_small_and_large_messages_keep_one_order(one: ps.LocalServers) -> None:
     """Sizes on both sides of what fits, requests and replies: every lookup sees all pushes."""
     chance = random.Random(3)

@@ -31,7 +31,7 @@ from paceline.ps.faults import Place, reach
 from paceline.ps.handler import Handler, Later
 from paceline.ps.jobs import Jobs
 from paceline.ps.refusal import Code, Refusal
-from paceline.ps.segment import door_path, is_possible
+from paceline.ps.segment import CAPACITY, door_path, is_possible
 from paceline.ps.settings import ServerSettings
 from paceline.ps.wire import Frame, Kind, WireError, read_head
 
@@ -293,7 +293,8 @@ class Server:
 def _open_door(settings: ServerSettings, incarnation: str) -> Door | None:
     """Where trainers of this host get shared memory; without it, everything goes over ZeroMQ."""
     path = door_path(settings.address)
-    if path is None or not is_possible():
+    # A message in shared memory has at most half of a ring: where less is allowed, there is none.
+    if path is None or not is_possible() or settings.max_message_bytes < CAPACITY // 2:
         return None
     try:
         return Door(path, incarnation)
