@@ -61,7 +61,7 @@ def ring() -> Iterator[RingWay]:
     made.ends.close()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_it_answers_as_python_does(drawn: list[Step]) -> None:
     ways = [RingWay(), Way(None)]

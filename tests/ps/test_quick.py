@@ -183,7 +183,7 @@ Step = tuple[tuple[Kind, bytes, bytes, bytes], int, int]
 steps = st.tuples(messages(), st.integers(0, 2), st.integers(0, 30))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_both_ways_are_the_same(drawn: list[Step]) -> None:
     ways = [Way(extension.native), Way(None)]
