@@ -33,7 +33,7 @@ class RingWay(Way):
         assert self.store.quick is not None
         self.ends = Ends(1 << 16)
         self.attendant = Attendant(self.store, self.store.quick, may_push=may_push)
-        visitor = SimpleNamespace(pair=self.ends.server)
+        visitor = SimpleNamespace(pair=self.ends.server, client=CLIENT)
         self.door: Any = SimpleNamespace(event=self.ends.events[0], visitors={CLIENT: visitor})
         self.natively = self.by_python = 0
 
@@ -91,6 +91,16 @@ def test_what_is_plain_needs_no_python(ring: RingWay) -> None:
     assert ring.store.clients.applied(CLIENT) == 399
     assert [ring.store.tables[number].step for number in SGD_TABLES] == [399] * 4
     assert ring.store.stats(0, 1)[0]["pushes"] == 399
+
+
+def test_a_client_that_comes_again_has_new_memory(ring: RingWay) -> None:
+    ring.ask(plain(Kind.PUSH, SGD_TABLES, 1))
+    ring.ends.close()
+    ring.ends = Ends(1 << 16)
+    ring.door.event = ring.ends.events[0]
+    ring.door.visitors = {CLIENT: SimpleNamespace(pair=ring.ends.server, client=CLIENT)}
+    ring.ask(plain(Kind.PUSH, SGD_TABLES, 2))
+    assert (ring.natively, ring.by_python) == (2, 0)
 
 
 def test_several_messages_at_once_are_answered_in_order(ring: RingWay) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from paceline.ps.door import Door
+from paceline.ps.door import Door, Visitor
 from paceline.ps.extension import native
 from paceline.ps.quick import Quick
 from paceline.ps.store import Store
@@ -38,11 +38,11 @@ class Attendant:
         self._way = sgd_way() if may_push else _NO_PUSH
         self._pairs: list[Any] = []
         self._accounts: list[bytearray] = []
-        self._visitors: list[bytes] = []
+        self._visitors: list[Visitor] = []
 
     def attend(self, door: Door, fds: list[int], timeout_ms: int) -> None:
         """Answer until Python is needed, one of ``fds`` has something, or the time is over."""
-        if self._visitors != list(door.visitors):
+        if self._visitors != list(door.visitors.values()):  # the same client may be another visitor
             self._meet(door)
         quick = self._quick
         self._native.attend(
@@ -54,12 +54,12 @@ class Attendant:
     def _meet(self, door: Door) -> None:
         """Visitors have come or gone."""
         clients = self._store.clients
-        for client in self._visitors:
-            if client not in door.visitors:
-                clients.unpin(client)
-        self._visitors = list(door.visitors)
-        self._accounts = [clients.pin(client) for client in self._visitors]
-        self._pairs = [visitor.pair for visitor in door.visitors.values()]
+        for visitor in self._visitors:
+            if visitor.client not in door.visitors:
+                clients.unpin(visitor.client)
+        self._visitors = list(door.visitors.values())
+        self._accounts = [clients.pin(visitor.client) for visitor in self._visitors]
+        self._pairs = [visitor.pair for visitor in self._visitors]
 
     def _settle(self, tallies: bytes) -> None:
         for number, ids, end_ns, took_ns, is_push in _TALLY.iter_unpack(tallies):
