@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from paceline.errors import ConfigurationError
@@ -91,7 +92,7 @@ class ReducePolicy:
     missing: MissingGradients = MissingGradients.RAISE
     batched_copy: bool = False
 
-    @property
+    @cached_property
     def tracks_unused(self) -> bool:
         """Whether parameters may go without a gradient."""
         return self.find_unused or self.static_graph

@@ -113,6 +113,11 @@ def storage_references(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def tensor_exchange() -> Any:
+    """The capsule with which C code asks DLPack where tensors lie; None if torch has none."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Change tensors in place without autograd noticing."""
     context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ class Told:
         self.inbox.due = due
 
     def on_gradients(self) -> None:
-        self.calls.append(self.inbox.take())
+        self.calls.append(self.inbox.take()[0])
         self.inbox.due = self.due
 
     def on_output(self, leads_to_parameters: bool) -> None:
@@ -88,5 +88,5 @@ def test_clearing_forgets_the_bytes() -> None:
     told.inbox.clear()
     arrive(b)
     assert told.calls == []
-    assert told.inbox.take() == [1]
+    assert told.inbox.take()[0] == [1]
     taps.remove()

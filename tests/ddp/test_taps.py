@@ -34,7 +34,7 @@ class Listener:
         self.inbox = make_inbox(self)
 
     def on_gradients(self) -> None:
-        self.taken.append(self.inbox.take())
+        self.taken.append(self.inbox.take()[0])
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """Nobody calls."""
@@ -43,7 +43,7 @@ class Listener:
 @each_kind
 def test_tells_when_as_many_are_there_as_are_due(make: Callable[..., Inbox]) -> None:
     told: list[list[int]] = []
-    inbox = make(lambda: told.append(inbox.take()), LIMIT)
+    inbox = make(lambda: told.append(inbox.take()[0]), LIMIT)
     hooks = [inbox.tap(index, 0) for index in range(5)]
     hooks[3]()
     assert told == [[3]]
@@ -59,7 +59,7 @@ def test_tells_when_as_many_are_there_as_are_due(make: Callable[..., Inbox]) -> 
 @each_kind
 def test_large_ones_wait_until_they_are_many_bytes(make: Callable[..., Inbox]) -> None:
     told: list[list[int]] = []
-    inbox = make(lambda: told.append(inbox.take()), LIMIT)
+    inbox = make(lambda: told.append(inbox.take()[0]), LIMIT)
     inbox.due = 100
     inbox.tap(7, 0)()
     inbox.tap(1, LIMIT - 1)()
@@ -82,10 +82,10 @@ def test_takes_more_than_it_had_room_for_in_order(make: Callable[..., Inbox]) ->
     inbox.due = 1 << 30
     for index in range(1000):
         inbox.tap(index, 0)()
-    assert inbox.take() == list(range(1000))
+    assert inbox.take() == (list(range(1000)), list(range(1000)))
     inbox.tap(1, 0)()
     inbox.clear()
-    assert inbox.take() == []
+    assert inbox.take() == ([], [])
     with pytest.raises(IndexError):
         inbox.first()
 

@@ -56,6 +56,10 @@ class Bucket:
 
     In a step, ``pending`` counts the gradients that it waits for, and ``absent`` those that are
     known never to arrive.
+
+    Attributes:
+        sparse: It holds one sparse gradient.
+        is_plain: The native core can bring gradients in.
     """
 
     def __init__(
@@ -69,6 +73,9 @@ class Bucket:
     ) -> None:
         self.index = index
         self.spec = spec
+        self.sparse = spec.sparse
+        on_cpu = spec.device.type == "cpu"
+        self.is_plain = on_cpu and spec.dtype is torch.float32 and not spec.sparse
         self.tail_numel = tail_numel
         self.slots = tuple(
             Slot(s, parameters[s.index], index, small_bytes) for s in spec.parameters
@@ -86,11 +93,6 @@ class Bucket:
         self._free_storage_refs = (0, 0)
         self._storage: torch.UntypedStorage | None = None
         self._small_runs = _runs(self.slots)
-
-    @property
-    def sparse(self) -> bool:
-        """Whether this bucket holds one sparse gradient."""
-        return self.spec.sparse
 
     @property
     def is_unused(self) -> bool:

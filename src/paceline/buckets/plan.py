@@ -153,22 +153,22 @@ class BucketSpec:
         """Elements of gradients, without what else may ride along."""
         return sum(spec.numel for spec in self.parameters)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """All of a bucket has one dtype."""
         return self.parameters[0].dtype
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """All of a bucket lies on one device."""
         return self.parameters[0].device
 
-    @property
+    @cached_property
     def sparse(self) -> bool:
         """A sparse gradient has a bucket of its own."""
         return self.parameters[0].sparse
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of gradients."""
         return self.numel * self.dtype.itemsize

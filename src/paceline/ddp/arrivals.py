@@ -56,6 +56,11 @@ class Arrivals:
                 unexpected.append(index)
         return complete, unexpected
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a gradient may come more than once in this step."""
+        return max(self.expected, default=0) > 1
+
     def missing(self) -> list[int]:
         """Return whose gradients are still to come."""
         if self.arrived == self.expected:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.buckets import SMALL_BYTES, UNLIMITED, Bucket, BucketPlan
+from paceline.buckets import SMALL_BYTES, UNLIMITED, Bucket, BucketPlan, Slot
 from paceline.config import GradientViews, ReducePolicy
 from paceline.ddp.control import ControlLayout
 from paceline.types import Transport
@@ -28,6 +28,7 @@ class BucketSet:
         is_tiny: All gradients together are so small that they are brought in at once.
         buckets: In plan order.
         slots: In the order of the parameters.
+        plain_slots: The same, without those of buckets that are not plain; None if none is.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class BucketSet:
         ]
         by_index = {slot.index: slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [by_index[index] for index in range(len(parameters))]
+        plain = [slot if self.buckets[slot.bucket_index].is_plain else None for slot in self.slots]
+        self.plain_slots: list[Slot | None] | None = plain if any(plain) else None
 
     def open(self, transport: Transport) -> None:
         """Make every bucket ready for a step."""

@@ -1,17 +1,16 @@
 """Brings gradients into buckets: copied at most once, scaled, checked.
 
-Small gradients wait and are copied many at a time, because a call costs more than the copy; large
-ones are copied and scaled in one pass, a few at a time, so that no second set of gradients builds
-up. Where the outside keeps its set anyway, all are copied many at a time. Nothing raises here:
-trouble is noted in the step.
+Most gradients have been brought in by the hook that told of them ([Note: warm gradients] in
+taps.py); here is the way of all others. Small gradients wait and are copied many at a time, because
+a call costs more than the copy; large ones are copied and scaled in one pass, a few at a time, so
+that no second set of gradients builds up. Where the outside keeps its set anyway, all are copied
+many at a time. Nothing raises here: trouble is noted in the step.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from operator import attrgetter
 
 from paceline.buckets import Bucket, Slot
 from paceline.config import NonFinite, ReducePolicy
@@ -26,9 +25,6 @@ BATCH_SLOTS = 128
 """Small gradients are brought in at the latest when so many wait: this bounds the extra memory."""
 
 
-_bucket_index = attrgetter("bucket_index")
-
-
 class Filler:
     """Fills the buckets of one reducer, which calls it with autograd switched off."""
 
@@ -37,33 +33,44 @@ class Filler:
         self._usage = usage
         self._clock = clock
 
-    def take(self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> bool:
-        """Gradients have arrived. Return whether a bucket is full now, and filled."""
-        batch = [slot for slot in slots if slot.small]
-        if len(batch) < len(slots):
-            batch = self._take_all_large(step, buckets, slots)
-        if batch:
-            self._take_batch(step, batch)
-        is_full = False
-        for index, count in Counter(map(_bucket_index, slots)).items():
-            bucket = buckets[index]
-            bucket.pending -= count
-            if not bucket.pending:
-                self.fill(step, bucket)
-                is_full = True
-        return is_full
+    def take(
+        self,
+        step: Step,
+        buckets: Sequence[Bucket],
+        slots: Sequence[Slot],
+        left: Sequence[Slot],
+    ) -> bool:
+        """Gradients have arrived. Return whether a bucket is full now, and filled.
 
-    def _take_all_large(
+        Those that are ``left`` are still to be brought in.
+        """
+        if left:
+            batch = self._take_large(step, buckets, left)
+            if batch:
+                self._take_batch(step, buckets, batch)
+        if self._policy.tracks_unused:
+            self._usage.note(step.home, slots)
+        full: list[Bucket] = []
+        for slot in slots:
+            bucket = buckets[slot.bucket_index]
+            bucket.pending -= 1
+            if not bucket.pending:
+                full.append(bucket)
+        for bucket in full:
+            self.fill(step, bucket)
+        return bool(full)
+
+    def _take_large(
         self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]
     ) -> list[Slot]:
-        """Bring in what goes one by one; return what goes with the small ones."""
+        """Bring in what goes one by one, scaled; return what goes with others."""
         all_at_once = step.home.keeps_gradients
         batch = []
         for slot in slots:
             if slot.small or (all_at_once and not slot.spec.sparse):
                 batch.append(slot)
             else:
-                self._take_large(step, buckets[slot.bucket_index], slot)
+                self._take_single(step, buckets[slot.bucket_index], slot)
         return batch
 
     def take_absent(self, step: Step, bucket: Bucket, slot: Slot) -> None:
@@ -80,12 +87,18 @@ class Filler:
         if step.absent:
             self._take_leftovers(step, bucket)
         if not bucket.sparse and step.factor not in (0.0, 1.0):
-            scale = bucket.scale if step.home.keeps_gradients else bucket.scale_small
-            scale(step.factor)
+            self._scale(step, bucket)
         if self._policy.nonfinite is not NonFinite.IGNORE and not bucket_is_finite(bucket):
             step.fail(FailureKind.NONFINITE, nonfinite_slots(bucket))
 
-    def _take_large(self, step: Step, bucket: Bucket, slot: Slot) -> None:
+    def _scale(self, step: Step, bucket: Bucket) -> None:
+        """Scale what was not scaled as it came."""
+        if step.home.keeps_gradients:
+            bucket.scale(step.factor)
+        elif not _is_scaled_at_once(step, bucket):
+            bucket.scale_small(step.factor)
+
+    def _take_single(self, step: Step, bucket: Bucket, slot: Slot) -> None:
         try:
             if bucket.sparse:
                 collect_sparse(bucket, step.home.gradient(slot), step.factor)
@@ -97,19 +110,19 @@ class Filler:
                 step.unsettled.append(slot)
         except (RuntimeError, TypeError) as error:
             step.fail_to_copy([slot], error)
-        if self._policy.tracks_unused:
-            self._usage.note(step.home, [slot])
 
-    def _take_batch(self, step: Step, slots: Sequence[Slot]) -> None:
+    def _take_batch(self, step: Step, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> None:
         try:
             if step.factor == 0.0:
                 step.unsettled += _take_nothing(slots)
             else:
                 step.unsettled += step.home.collect(slots)
+                for slot in slots:
+                    at_once = _is_scaled_at_once(step, buckets[slot.bucket_index])
+                    if at_once and slot.view is not None:
+                        slot.view.mul_(step.factor)
         except (RuntimeError, TypeError) as error:
             step.fail_to_copy(slots, error)
-        if self._policy.tracks_unused:
-            self._usage.note(step.home, slots)
 
     def _take_leftovers(self, step: Step, bucket: Bucket) -> None:
         """Bring in what absent parameters still have from earlier: it is part of the mean."""
@@ -127,10 +140,16 @@ class Filler:
                 view.copy_(gradient)
             else:
                 view.zero_()
+            at_once = not slot.small or _is_scaled_at_once(step, bucket)
             if step.factor == 0.0:
                 view.zero_()
-            elif not slot.small and not step.home.keeps_gradients:
+            elif at_once and not step.home.keeps_gradients:
                 view.mul_(step.factor)
+
+
+def _is_scaled_at_once(step: Step, bucket: Bucket) -> bool:
+    """Whether small gradients of a bucket are scaled one by one, too, and not when it is full."""
+    return step.is_brought_in and bucket.is_plain
 
 
 def _take_nothing(slots: Sequence[Slot]) -> list[Slot]:

@@ -25,6 +25,8 @@ from paceline.errors import CollectiveError
 from paceline.observe import StepClock
 from paceline.types import Reduction, Transport
 
+_PRESENT: int = Flag.PRESENT.value
+
 
 class Flight:
     """The buckets of one plan on their way."""
@@ -138,7 +140,7 @@ class Flight:
         if step.joined:
             tail.zero_()
             return
-        flags: int = Flag.PRESENT.value
+        flags = _PRESENT
         if step.weight is not None:
             flags |= Flag.WEIGHTED.value
         if step.failure is not None:

@@ -28,9 +28,11 @@ class GradientHome(Protocol):
     Attributes:
         keeps_gradients: The outside keeps its gradients until the step is over, whatever is done
             here: to bring them in early saves no memory.
+        gives_views: The outside shows views of the buckets wherever it can.
     """
 
     keeps_gradients: bool
+    gives_views: bool
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return the gradient as it is outside now."""
@@ -57,7 +59,7 @@ class LocalHome:
     keeps_gradients = False
 
     def __init__(self, views: GradientViews) -> None:
-        self._gives_views = views is not GradientViews.NEVER
+        self.gives_views = views is not GradientViews.NEVER
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return ``parameter.grad``."""
@@ -84,7 +86,7 @@ class LocalHome:
         _copy_all(targets, sources)
         for slot in empty:
             slot.zero()
-        if not self._gives_views or any(map(_requires_grad, sources)):
+        if not self.gives_views or any(map(_requires_grad, sources)):
             return empty + moved
         for slot, view in zip(moved, targets, strict=True):
             slot.parameter.grad = view
@@ -116,7 +118,7 @@ class LocalHome:
             if gradient is view:
                 continue
             if gradient is None:
-                slot.parameter.grad = view if self._gives_views else view.clone()
+                slot.parameter.grad = view if self.gives_views else view.clone()
             elif self._may_become_view(gradient):
                 slot.parameter.grad = view
             else:
@@ -130,7 +132,7 @@ class LocalHome:
 
     def _may_become_view(self, gradient: torch.Tensor) -> bool:
         # A gradient with a graph (create_graph=True) stays the tensor that the graph knows.
-        return self._gives_views and not gradient.requires_grad
+        return self.gives_views and not gradient.requires_grad
 
 
 class ContextHome:
@@ -144,6 +146,7 @@ class ContextHome:
     """
 
     keeps_gradients = True
+    gives_views = False
 
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id

@@ -1,25 +1,25 @@
 """The reducer: turns 'this gradient is ready' into 'these buckets are reduced'.
 
 The wrapper constructs one and tells it about forwards (:meth:`Reducer.prepare_forward`,
-:meth:`Reducer.arm`); autograd tells it about gradients (:meth:`Reducer.on_gradient`). It must not
+:meth:`Reducer.arm`); autograd tells it about gradients (:meth:`Reducer.on_gradients`). It must not
 know which transport it has, nor anything about modules, buffers or devices.
 
 [Note: the life of a step]
     arm      a forward that will be synchronised has run; its outputs are tapped (taps.py)
     begin    its backward reaches an output, or a parameter: buckets get memory, and the end of the
              backward is hooked
-    fill     gradients arrive and are brought into their slots, scaled (filler.py). A bucket that is
-             full is started once all before it have been: all ranks start in plan order (flight.py)
+    fill     gradients arrive and are brought into their slots, scaled: by their hooks (taps.py), or
+             by the filler (filler.py). A bucket that is full is started once all before it have
+             been: all ranks start in plan order (flight.py)
     finish   the backward is over: what is left is started, everything is waited for, and the
-    control
-             block is read ([Note: the control block] in control.py)
+             control block is read ([Note: the control block] in control.py)
     judge    all ranks know the same about the step now: all of them raise, or none (peers.py)
     settle   gradients that are not views of the buckets are given their values (homes.py)
 
 [Note: late gradients]
-Gradients wait in the inbox until the next bucket can be full, but no more than a few at a time, and
-large ones not at all: they would take memory. Those of the last bucket, if it is small, wait until
-the backward is over: all of it is done in one go then, and by one thread (`Transport.start_last`).
+The reducer is not told of gradients before the next bucket can be full, unless those that wait
+outside of their buckets take much memory. For those of the last bucket, if it is small, it is not
+told before the backward is over: one thread does all of it in one go (`Transport.start_last`).
 Under distributed autograd nothing is won by bringing any gradient in early, for the context keeps
 its own set anyway; and much may be lost, because what comes before the module is often remote,
 and the engine sends for it only when the hooks have returned.
@@ -31,6 +31,7 @@ the end, by everybody.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
@@ -65,6 +66,7 @@ from paceline.observe import DDPStats, StepClock
 from paceline.torch_private import current_context_id, is_inside_backward, queue_callback
 from paceline.types import Transport
 
+_NOTHING = contextlib.nullcontext()
 LATE_BYTES = 1 << 20
 """A last bucket up to this size is copied and reduced in less time than two threads need to
 meet."""
@@ -222,7 +224,7 @@ class Reducer:
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward has reached an output: the step begins, if it wants gradients of ours."""
-        with self._lock, torch.no_grad():
+        with self._lock, _without_graph():
             if self.phase is Phase.REDUCING:
                 return
             reach = first_reached(self.taps.nodes) if leads_to_parameters else Reach.RUNS
@@ -238,7 +240,7 @@ class Reducer:
 
     def on_gradients(self) -> None:
         """Gradients are ready ([Note: batches] in taps.py)."""
-        with self._lock, torch.no_grad():
+        with self._lock, _without_graph():
             while len(self._inbox) >= self._inbox.due:
                 step = self._step
                 if step is None or self.phase is not Phase.REDUCING:
@@ -247,12 +249,12 @@ class Reducer:
                 elif step.home.keeps_gradients and len(self._inbox) < self._set_due(step):
                     return  # a large gradient is in no hurry there
                 else:
-                    self._take(step, self._inbox.take())
+                    self._take(step, *self._inbox.take())
 
     def _begin_at_gradient(self) -> bool:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
         if self.phase is Phase.IDLE:
-            for index in self._inbox.take():
+            for index in self._inbox.take()[0]:
                 if self.policy.tracks_unused and self.parameters[index].grad is not None:
                     self.usage.flags[index] = 1
             return False
@@ -261,12 +263,17 @@ class Reducer:
         self._begin(in_context=reach_of(node) is not Reach.RUNS)
         return True
 
-    def _take(self, step: Step, indices: Sequence[int]) -> None:
-        """Count gradients, bring them in, start the buckets that are full. The hot path."""
+    def _take(self, step: Step, indices: Sequence[int], left: Sequence[int]) -> None:
+        """Count gradients, bring in what is left, start buckets that are full. The hot path."""
         complete, unexpected = self.arrivals.count(indices)
         for index in unexpected:
             self._note_unexpected(step, self.slots[index])
-        if self.filler.take(step, self.buckets, [self.slots[index] for index in complete]):
+        slots = [self.slots[index] for index in complete]
+        left_slots = slots
+        if len(left) < len(indices):
+            is_left = set(left).__contains__
+            left_slots = [slot for slot in slots if is_left(slot.index)] if left else []
+        if self.filler.take(step, self.buckets, slots, left_slots):
             self._start_full(step)
         self._set_due(step)
 
@@ -278,7 +285,8 @@ class Reducer:
         elif bucket is self.buckets[-1] and bucket.spec.nbytes <= LATE_BYTES:
             due = UNKNOWN_ARRIVALS  # [Note: late gradients]
         else:
-            due = bucket.pending if step.home.keeps_gradients else min(BATCH_SLOTS, bucket.pending)
+            waits = step.home.keeps_gradients or step.is_brought_in
+            due = bucket.pending if waits else min(BATCH_SLOTS, bucket.pending)
         self._inbox.due = due
         return due
 
@@ -310,8 +318,18 @@ class Reducer:
         factor = self._prefactor(self.weight)
         number = self.steps - self._first_step
         step = Step(number, self.transport.rank, home, self.weight, factor, joined=joined)
+        step.is_brought_in = self._open_inbox(step)
         self.phase, self._step = Phase.REDUCING, step
         return step
+
+    def _open_inbox(self, step: Step) -> bool:
+        """Let hooks bring gradients in as they come, if each comes once and becomes a view."""
+        slots = self._set.plain_slots
+        if slots is None or step.joined or not step.home.gives_views or step.factor == 0.0:
+            return False
+        if self.policy.batched_copy or self.arrivals.may_repeat:
+            return False
+        return self._inbox.open(slots, step.factor)
 
     def _prefactor(self, weight: float | None) -> float:
         """What gradients are multiplied with on their way in."""
@@ -343,12 +361,13 @@ class Reducer:
 
     def _finish(self) -> None:
         """The backward is over. Runs as the engine's final callback."""
-        with self._lock, torch.no_grad():
+        with self._lock, _without_graph():
             step = self._step
             if step is None or self.phase is not Phase.REDUCING:
                 return
             self.clock.backward_ended = time.perf_counter_ns()
-            self._take(step, self._inbox.take())
+            self._inbox.shut()
+            self._take(step, *self._inbox.take())
             if self.policy.static_graph and self.arrivals.counts is None:
                 self._take_everything(step)
             missing = self._missing()
@@ -370,7 +389,8 @@ class Reducer:
         for slot in self.slots:
             if not arrived[slot.index]:
                 self.filler.take_absent(step, self.buckets[slot.bucket_index], slot)
-        self.filler.take(step, self.buckets, [slot for slot in self.slots if arrived[slot.index]])
+        slots = [slot for slot in self.slots if arrived[slot.index]]
+        self.filler.take(step, self.buckets, slots, slots)
 
     def _complete(self, step: Step, missing: Sequence[Slot]) -> None:
         """Start what is left, wait, judge, settle. Whatever happens, the next step can begin."""
@@ -420,6 +440,7 @@ class Reducer:
         """Leave nothing behind that could hold memory or disturb the next step."""
         self.phase, self._step = Phase.IDLE, None
         self.steps += 1
+        self._inbox.shut()
         self._inbox.clear()
         self._inbox.due = 1
         self.clock.step_ended = time.perf_counter_ns()
@@ -454,7 +475,7 @@ class Reducer:
 
     def mirror_step(self) -> None:
         """Take part in a step of the peers with nothing to contribute: this rank has joined."""
-        with self._lock, torch.no_grad():
+        with self._lock, _without_graph():
             step = self._open_step(self.local_home, joined=True)
             try:
                 for bucket in self.buckets:
@@ -527,7 +548,7 @@ class Reducer:
         assert step is not None
         waits = self.policy.missing is MissingGradients.WAIT
         is_told = self.phase is Phase.REDUCING and not (waits and step.failure is not None)
-        with self._lock, torch.no_grad():
+        with self._lock, _without_graph():
             if is_told:
                 step.fail(FailureKind.BACKWARD_RAISED, [], "its backward pass raised an exception")
             else:
@@ -557,3 +578,8 @@ class Reducer:
             error = self.peers.error_for([step.failure], self.policy)
             self.on_error(error)
             raise error
+
+
+def _without_graph() -> contextlib.AbstractContextManager[None]:
+    """Nothing here is to be differentiated; in most backward passes that is so already."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -22,6 +22,8 @@ class Step:
         home: Where this step's gradients live.
         weight: This rank's ``weighted(n)``, if any.
         factor: What gradients are multiplied with on their way into the buckets.
+        is_brought_in: Hooks bring gradients into plain buckets as they come, scaled
+            ([Note: warm gradients] in taps.py).
         joined: This rank has left the loop and only keeps its peers company.
         absent: Slots to which this backward brings no gradient.
         unsettled: Slots whose results must still be shown outside.
@@ -37,6 +39,7 @@ class Step:
     weight: float | None
     factor: float
     joined: bool = False
+    is_brought_in: bool = False
     absent: list[Slot] = field(default_factory=list)
     unsettled: list[Slot] = field(default_factory=list)
     stash: dict[int, torch.Tensor] = field(default_factory=dict)

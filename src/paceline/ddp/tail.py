@@ -22,7 +22,7 @@ def write_bytes(tail: torch.Tensor, data: bytearray) -> None:
 def read_bytes(tail: torch.Tensor, count: int) -> tuple[bytes, tuple[int, ...]]:
     """Return the first ``count`` numbers, which are bytes again, and the rest, which are counts."""
     numbers = tail.real if tail.is_complex() else tail
-    rest = tuple(map(int, numbers[count:].tolist())) if len(tail) > count else ()
+    rest = tuple(map(int, numbers[count:].tolist())) if tail.numel() > count else ()
     if _is_plain(tail):
         data: bytes = native.read_floats(tail.data_ptr(), count)
         return data, rest

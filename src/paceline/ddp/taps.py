@@ -19,8 +19,10 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.buckets import Slot
 from paceline.ddp.unused import find_tensors
 from paceline.shm.extension import native
+from paceline.torch_private import tensor_exchange
 
 WAITING_BYTES = 4 << 20
 """Large gradients wait until they have so many bytes together: this bounds the extra memory."""
@@ -38,6 +40,11 @@ class Listener(Protocol):
 
 class Inbox(Protocol):
     """Parameters, by index, whose gradients have arrived and have not been taken yet.
+
+    [Note: warm gradients] While it is open, the hooks bring gradients into their buckets at once,
+    scaled: a gradient has just been written then, and is in a cache, and its memory serves the next
+    one. Only the native core does that, with float32 on the CPU; what is not as usual is left to
+    the listener, gradient by gradient.
 
     [Note: batches] The listener is told when ``due`` are in the inbox, so that most gradients cost
     one append. It sets ``due`` to how many must at least arrive before a bucket can be full, so a
@@ -62,11 +69,20 @@ class Inbox(Protocol):
         ``large_bytes`` is 0 for a gradient that is not large.
         """
 
+    def open(self, slots: list[Slot | None], factor: float, /) -> bool:
+        """Let hooks bring in what has a slot, times a factor; say whether they will.
+
+        A parameter's grad is its slot's view then.
+        """
+
+    def shut(self) -> None:
+        """Let hooks leave gradients where they are, as they do before it is opened."""
+
     def first(self) -> int:
         """Return what came first, and leave it."""
 
-    def take(self) -> list[int]:
-        """Remove and return what is there."""
+    def take(self) -> tuple[list[int], list[int]]:
+        """Remove and return what is there: all, and of these what was left to be brought in."""
 
     def clear(self) -> None:
         """Forget what is there."""
@@ -102,13 +118,20 @@ class PythonInbox:
         """Return what came first, and leave it."""
         return self._items[0]
 
-    def take(self) -> list[int]:
-        """Remove and return what is there."""
+    def open(self, _slots: list[Slot | None], _factor: float, /) -> bool:
+        """Leave all gradients to the listener: a copy by torch costs the same there."""
+        return False
+
+    def shut(self) -> None:
+        """It never was open."""
+
+    def take(self) -> tuple[list[int], list[int]]:
+        """Remove and return what is there; all of it was left."""
         self._waiting_bytes = 0
         count = len(self._items)
         taken = self._items[:count]
         del self._items[:count]
-        return taken
+        return taken, taken
 
     def clear(self) -> None:
         """Forget what is there."""
@@ -125,9 +148,10 @@ def make_inbox(listener: Listener) -> Inbox:
         if alive is not None:
             alive.on_gradients()
 
-    kind: Callable[[Callable[[], None], int], Inbox]
-    kind = PythonInbox if native is None else native.Inbox
-    return kind(tell, WAITING_BYTES)
+    if native is None:
+        return PythonInbox(tell, WAITING_BYTES)
+    inbox: Inbox = native.Inbox(tell, WAITING_BYTES, tensor_exchange())
+    return inbox
 
 
 class GradientTaps:

@@ -80,14 +80,28 @@ class SharedGroup:
             offset=NOT_IN_ARENA if offset is None else offset,
         )
 
+    def start_all_reduce(self, tensor: torch.Tensor, op: int) -> Pending:
+        """Like :meth:`all_reduce`, for a contiguous real tensor: the shortest way."""
+        operation = self._hand_in_all_reduce(self._core.start, tensor, op)
+        pending = Pending(operation, tensor, (), self._judge)
+        self._remember(pending)
+        return pending
+
     def all_reduce_now(self, tensor: torch.Tensor, op: int) -> None:
-        """Like :meth:`all_reduce` and a wait, for a contiguous real tensor: the shortest way.
+        """Like :meth:`start_all_reduce` and a wait.
 
         The calling thread does the work itself, unless something is queued before it.
         """
+        operation = self._hand_in_all_reduce(self._core.run, tensor, op)
+        if operation.status() != native.STATUS_OK:
+            pending = Pending(operation, tensor, (), self._judge)
+            self._remember(pending)
+            pending.wait()
+
+    def _hand_in_all_reduce(self, begin: Callable[..., Any], tensor: torch.Tensor, op: int) -> Any:
         address, offset = tensor.data_ptr(), self.arena.offset_of(tensor)
-        operation = self._hand_in(
-            self._core.run,
+        return self._hand_in(
+            begin,
             native.KIND_ALL_REDUCE,
             DTYPES[tensor.dtype],
             op,
@@ -99,10 +113,6 @@ class SharedGroup:
             (),
             self.timeout_s,
         )
-        if operation.status() != native.STATUS_OK:
-            pending = Pending(operation, tensor, (), self._judge)
-            self._remember(pending)
-            pending.wait()
 
     def reduce(self, tensor: torch.Tensor, op: int, root: int, call: Call = ASYNC) -> Pending:
         """Reduce to one rank, in place there."""

@@ -146,7 +146,8 @@ class ShmTransport:
         """Sum in place."""
         under_way: UnderWay
         if self._group is not None:
-            under_way = self._group.all_reduce(flat, SUM)
+            sum_up = self._group.all_reduce if flat.is_complex() else self._group.start_all_reduce
+            under_way = sum_up(flat, SUM)
         else:
             assert self._stage is not None
             under_way = self._stage.start(flat)

@@ -2,8 +2,8 @@
  * has the same in Python for installations without this extension.
  *
  * Here because autograd calls a hook for every gradient: a call of an object in C costs a fraction
- * of a call of a function in Python. Knows neither torch nor the group. Everything happens under
- * the interpreter lock. */
+ * of a call of a function in Python. Knows neither torch nor the group. Everything but the copy of
+ * a large gradient happens under the interpreter lock. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -16,9 +16,12 @@
 typedef struct {
     PyObject_HEAD
     PyObject *tell; /* called without arguments; holds the reducer weakly, so there is no cycle */
-    uint32_t *items;
+    uint32_t *items; /* indices, with LEFT where the gradient is not in its bucket yet */
     Py_ssize_t count, capacity;
     Py_ssize_t due;
+    const struct DLPackExchangeAPI *exchange; /* NULL: gradients are left to the listener */
+    PyObject *slots; /* a list while it is open: by index, what the hooks bring in; or NULL */
+    float factor;
     uint64_t waiting_bytes, most_bytes; /* of large gradients */
 } InboxObject;
 
@@ -28,6 +31,8 @@ typedef struct {
     uint32_t index;
     uint64_t large_bytes; /* 0: not large */
 } TapObject;
+
+#define LEFT 0x80000000u
 
 static PyTypeObject *tap_type;
 
@@ -49,10 +54,13 @@ static int append(InboxObject *self, uint32_t index) {
 }
 
 static int inbox_init(InboxObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tell", "most_bytes", NULL};
-    PyObject *tell;
+    static char *names[] = {"tell", "most_bytes", "exchange", NULL};
+    PyObject *tell, *exchange = Py_None;
     unsigned long long most_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OK", names, &tell, &most_bytes))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OK|O", names, &tell, &most_bytes, &exchange))
+        return -1;
+    self->exchange = exchange == Py_None ? NULL : pl_exchange(exchange);
+    if (PyErr_Occurred())
         return -1;
     Py_INCREF(tell);
     Py_XDECREF(self->tell);
@@ -65,6 +73,7 @@ static int inbox_init(InboxObject *self, PyObject *args, PyObject *kwargs) {
 static void inbox_dealloc(InboxObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     Py_XDECREF(self->tell);
+    Py_XDECREF(self->slots);
     free(self->items);
     PyObject_Free(self);
     Py_DECREF(type);
@@ -72,15 +81,48 @@ static void inbox_dealloc(InboxObject *self) {
 
 static Py_ssize_t inbox_length(InboxObject *self) { return self->count; }
 
-/* take() -> list of int, in order of arrival; the inbox is empty then */
+/* open(slots, factor) -> bool */
+static PyObject *inbox_open(InboxObject *self, PyObject *args) {
+    PyObject *slots;
+    float factor;
+    if (!PyArg_ParseTuple(args, "O!f", &PyList_Type, &slots, &factor))
+        return NULL;
+    if (self->exchange == NULL)
+        Py_RETURN_FALSE;
+    Py_INCREF(slots);
+    Py_XDECREF(self->slots);
+    self->slots = slots;
+    self->factor = factor;
+    Py_RETURN_TRUE;
+}
+
+static PyObject *inbox_shut(InboxObject *self, PyObject *unused) {
+    (void)unused;
+    Py_CLEAR(self->slots);
+    Py_RETURN_NONE;
+}
+
+/* The indices of all items, or of those that were left, as a list. */
+static PyObject *list_items(InboxObject *self, uint32_t flag) {
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t i = 0; list != NULL && i < self->count; i++) {
+        if ((self->items[i] & flag) != flag)
+            continue;
+        PyObject *item = PyLong_FromUnsignedLong(self->items[i] & ~LEFT);
+        if (item == NULL || PyList_Append(list, item) != 0)
+            Py_CLEAR(list);
+        Py_XDECREF(item);
+    }
+    return list;
+}
+
+/* take() -> (all, left), in order of arrival; the inbox is empty then */
 static PyObject *inbox_take(InboxObject *self, PyObject *unused) {
     (void)unused;
-    PyObject *taken = PyList_New(self->count);
-    for (Py_ssize_t i = 0; taken != NULL && i < self->count; i++) {
-        PyObject *item = PyLong_FromUnsignedLong(self->items[i]);
-        if (item == NULL || PyList_SetItem(taken, i, item) != 0)
-            Py_CLEAR(taken);
-    }
+    PyObject *all = list_items(self, 0), *left = list_items(self, LEFT);
+    PyObject *taken = all != NULL && left != NULL ? PyTuple_Pack(2, all, left) : NULL;
+    Py_XDECREF(all);
+    Py_XDECREF(left);
     if (taken != NULL) {
         self->count = 0;
         self->waiting_bytes = 0;
@@ -94,7 +136,7 @@ static PyObject *inbox_first(InboxObject *self, PyObject *unused) {
         PyErr_SetString(PyExc_IndexError, "the inbox is empty");
         return NULL;
     }
-    return PyLong_FromUnsignedLong(self->items[0]);
+    return PyLong_FromUnsignedLong(self->items[0] & ~LEFT);
 }
 
 static PyObject *inbox_clear(InboxObject *self, PyObject *unused) {
@@ -109,6 +151,8 @@ static PyObject *inbox_tap(InboxObject *self, PyObject *args) {
     unsigned long long large_bytes;
     if (!PyArg_ParseTuple(args, "IK", &index, &large_bytes))
         return NULL;
+    if (index & LEFT)
+        return PyErr_Format(PyExc_ValueError, "%u is no index of a parameter", index);
     TapObject *tap = PyObject_New(TapObject, tap_type);
     if (tap == NULL)
         return NULL;
@@ -138,7 +182,10 @@ static int inbox_set_due(InboxObject *self, PyObject *value, void *unused) {
 }
 
 static PyMethodDef inbox_methods[] = {
-    {"take", (PyCFunction)inbox_take, METH_NOARGS, "Remove and return what is there."},
+    {"open", (PyCFunction)inbox_open, METH_VARARGS,
+     "open(slots, factor) -> whether hooks bring gradients in from now on"},
+    {"shut", (PyCFunction)inbox_shut, METH_NOARGS, "Let hooks leave gradients where they are."},
+    {"take", (PyCFunction)inbox_take, METH_NOARGS, "Remove what is there: (all, left)."},
     {"first", (PyCFunction)inbox_first, METH_NOARGS, "Return what came first, and leave it."},
     {"clear", (PyCFunction)inbox_clear, METH_NOARGS, "Forget what is there."},
     {"tap", (PyCFunction)inbox_tap, METH_VARARGS, "tap(index, large_bytes) -> a hook"},
@@ -177,13 +224,29 @@ static void tap_dealloc(TapObject *self) {
     Py_DECREF(type);
 }
 
-/* Whatever autograd hands a hook, this one does not look at it. */
+/* Whether the gradient is in its bucket now. */
+static int bring_in(InboxObject *inbox, uint32_t index) {
+    if (inbox->slots == NULL || index >= (size_t)PyList_Size(inbox->slots))
+        return 0;
+    PyObject *slot = PyList_GetItem(inbox->slots, index);
+    if (slot == NULL || slot == Py_None)
+        return 0;
+    Py_INCREF(slot);
+    int brought = pl_bring_in(inbox->exchange, slot, inbox->factor);
+    Py_DECREF(slot);
+    return brought;
+}
+
+/* Whatever autograd hands a hook, this one does not look at it: under distributed autograd it is not
+ * what is reduced. */
 static PyObject *tap_call(TapObject *self, PyObject *args, PyObject *kwargs) {
     (void)args, (void)kwargs;
     InboxObject *inbox = self->inbox;
-    if (append(inbox, self->index) != 0)
+    int brought = bring_in(inbox, self->index);
+    if (append(inbox, self->index | (brought ? 0 : LEFT)) != 0)
         return NULL;
-    inbox->waiting_bytes += self->large_bytes;
+    if (!brought)
+        inbox->waiting_bytes += self->large_bytes;
     if (inbox->waiting_bytes >= inbox->most_bytes)
         inbox->due = 1;
     if (inbox->count < inbox->due)
@@ -211,7 +274,7 @@ static PyType_Spec tap_spec = {
 
 int pl_add_inbox(PyObject *module) {
     tap_type = (PyTypeObject *)PyType_FromSpec(&tap_spec);
-    if (tap_type == NULL)
+    if (tap_type == NULL || pl_prepare_intake() != 0)
         return -1;
     PyObject *inbox_type = PyType_FromSpec(&inbox_spec);
     return inbox_type == NULL ? -1 : PyModule_AddObject(module, "Inbox", inbox_type);
