@@ -39,7 +39,7 @@ class Flight:
         usage: UsageMap,
         clock: StepClock,
     ) -> None:
-        self._buckets = buckets.buckets
+        self.buckets = buckets.buckets
         self._layout = buckets.layout
         self._transport = transport
         self._policy = policy
@@ -63,19 +63,19 @@ class Flight:
         """Let go of everything that is in flight or done."""
         self.post_futures = []
         self._control_reduction = None
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reduction = bucket.future = None
 
     def open(self) -> None:
         """Begin a step with no bucket started."""
         self.started = 0
         self._control_reduction = None
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reduction = bucket.future = None
 
     def next_bucket(self) -> Bucket | None:
         """Return the bucket whose turn it is to start, if one is left."""
-        return self._buckets[self.started] if self.started < len(self._buckets) else None
+        return self.buckets[self.started] if self.started < len(self.buckets) else None
 
     def start_full(self, step: Step) -> None:
         """Start every bucket whose turn it is and which is full."""
@@ -86,7 +86,7 @@ class Flight:
     def start(self, step: Step, bucket: Bucket) -> None:
         """Start one bucket, with the control block if it is the last."""
         self._clock.began[bucket.index] = time.perf_counter_ns()
-        is_last = bucket.index == len(self._buckets) - 1
+        is_last = bucket.index == len(self.buckets) - 1
         skipped = self.is_skipped(bucket)
         if self.hook is not None:
             if not skipped:
@@ -106,7 +106,7 @@ class Flight:
         return self._policy.skip_unused and bucket.is_unused
 
     def _reduce(self, step: Step, bucket: Bucket) -> None:
-        is_last = bucket is self._buckets[-1]
+        is_last = bucket is self.buckets[-1]
         try:
             if bucket.sparse:
                 rows = self.sparse_rows.get(bucket.slots[0].spec.name)
@@ -170,7 +170,7 @@ class Flight:
             self._control_reduction.wait()
             assert self._lone_control is not None
             return self._layout.read(self._lone_control)
-        tail = self._buckets[-1].tail
+        tail = self.buckets[-1].tail
         assert tail is not None
         return self._layout.read(tail)
 
@@ -184,7 +184,7 @@ class Flight:
         """
         operation = ""
         try:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 operation = f"all_reduce of bucket {bucket.index}"
                 self.wait(step, bucket)
             operation = "exchange of control blocks"

@@ -13,7 +13,8 @@ know which transport it has, nor anything about modules, buffers or devices.
              been: all ranks start in plan order (flight.py)
     finish   the backward is over: what is left is started, everything is waited for, and the
              control block is read ([Note: the control block] in control.py)
-    judge    all ranks know the same about the step now: all of them raise, or none (peers.py)
+    judge    all ranks know the same about the step now: all of them raise, or none (peers.py;
+             conclusion.py)
     settle   gradients that are not views of the buckets are given their values (homes.py)
 
 [Note: late gradients]
@@ -40,27 +41,26 @@ from typing import Any
 import torch
 
 from paceline.buckets import Bucket, BucketCaps, BucketPlan, ParameterSpec, Slot, plan_buckets
-from paceline.config import MissingGradients, NonFinite, ReducePolicy
+from paceline.config import MissingGradients, ReducePolicy
 from paceline.ddp.arrivals import UNKNOWN_ARRIVALS, Arrivals
 from paceline.ddp.attach import attach_unreached
 from paceline.ddp.bucket_set import BucketSet
+from paceline.ddp.conclusion import Conclusion
 from paceline.ddp.control import ControlBlock, Flag
 from paceline.ddp.diagnosis import autograd_grad_error
+from paceline.ddp.drain import Drain
 from paceline.ddp.filler import BATCH_SLOTS, Filler
 from paceline.ddp.flight import Flight
 from paceline.ddp.homes import ContextHome, GradientHome, LocalHome
 from paceline.ddp.iteration import Phase
-from paceline.ddp.nonfinite import overflowed_slots
-from paceline.ddp.peers import Peers, Verdict
+from paceline.ddp.peers import Peers
 from paceline.ddp.reports import FailureKind, FailureReport
-from paceline.ddp.settle import settle
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets
 from paceline.ddp.taps import GradientTaps, make_inbox, nodes_of, tap_nodes
 from paceline.ddp.unused import Reach, first_reached, is_in_graph, reach_of
 from paceline.ddp.usage import UsageMap
-from paceline.ddp.weights import WeightedMean
 from paceline.errors import StepError
 from paceline.observe import DDPStats, StepClock
 from paceline.torch_private import current_context_id, is_inside_backward, queue_callback
@@ -96,7 +96,7 @@ class Reducer:
         self.local_home: GradientHome = LocalHome(policy.views)
         self.weight: float | None = None
         self.join_divisor: Callable[[], float] | None = None
-        self.after_bucket: Callable[[Bucket], None] | None = None
+        self.drain = Drain()
         self.after_step: Callable[[], None] = lambda: None
         self.on_error: Callable[[BaseException], None] = lambda _: None
         self.steps = self.skipped_steps = 0
@@ -109,8 +109,7 @@ class Reducer:
         self._taps_are_suspect = False
         self._first_step = 0
         self._context_id: int | None = None
-        self._drained = 0
-        self._weighted_mean = WeightedMean()
+        self._conclusion = Conclusion(peers, transport.world)
         self._lock = threading.RLock()
         self._build(self._first_plan())
         self._inbox = make_inbox(self)
@@ -158,6 +157,7 @@ class Reducer:
     def change_transport(self, transport: Transport, peers: Peers) -> None:
         """Go on with another group: buckets start over from the plan of construction."""
         self.transport, self.peers = transport, peers
+        self._conclusion = Conclusion(peers, transport.world)
         self.phase, self._step = Phase.IDLE, None
         self._first_step = self.steps
         self.arrivals.forget()
@@ -312,7 +312,7 @@ class Reducer:
         self._agree_on_plan()
         self.clock.start_backward(len(self.buckets))
         self.flight.open()
-        self._drained = 0
+        self.drain.open()
         self.arrivals.open_step(static_graph=self.policy.static_graph)
         self._set.open(self.transport)
         factor = self._prefactor(self.weight)
@@ -334,7 +334,7 @@ class Reducer:
     def _prefactor(self, weight: float | None) -> float:
         """What gradients are multiplied with on their way in."""
         if weight is not None:
-            return self._weighted_mean.factor(weight)
+            return self._conclusion.weighted_mean.factor(weight)
         if self.flight.hook is not None:
             return 1.0
         divisor = self.join_divisor() if self.join_divisor else float(self.transport.world)
@@ -354,8 +354,7 @@ class Reducer:
 
     def _start_full(self, step: Step) -> None:
         self.flight.start_full(step)
-        if self.after_bucket is not None and self._may_drain_early(step):
-            self._drain(step)
+        self.drain.take_landed(step, self.flight, self.policy)
 
     # --- backward: finish ----------------------------------------------------------------------
 
@@ -408,33 +407,15 @@ class Reducer:
             self._close()
 
     def _conclude(self, step: Step, block: ControlBlock) -> None:
-        verdict = self.peers.judge(block, step.failure, self.policy)
-        if step.weight is not None:
-            multiplier = float(self.transport.world) if self.flight.hook is not None else 1.0
-            self._weighted_mean.finish(self.buckets, block, multiplier=multiplier)
-        if verdict is Verdict.SKIP or self._sums_are_skipped(step):
-            self.skipped_steps += 1
-            for bucket in self.buckets:
-                bucket.scale(0.0)
-        settle(step, block, self.buckets)
-        if self.after_bucket is not None:
-            for bucket in self.buckets[self._drained :]:
-                self.after_bucket(bucket)
+        has_hook = self.flight.hook is not None
+        self.skipped_steps += self._conclusion.conclude(
+            step, block, self.buckets, self.policy, has_hook=has_hook
+        )
+        self.drain.take_rest(self.flight)
         self.arrivals.learn(static_graph=self.policy.static_graph)
         reduced = [bucket for bucket in self.buckets if not self.flight.is_skipped(bucket)]
         self.buckets_reduced = len(reduced)
         self.reduced_bytes += sum(bucket.spec.nbytes for bucket in reduced)
-
-    def _sums_are_skipped(self, step: Step) -> bool:
-        """Gradients that are finite on every rank may have a sum that is not; all ranks see it."""
-        if self.policy.nonfinite is NonFinite.IGNORE:
-            return False
-        slots = overflowed_slots(self.buckets, has_hook=self.flight.hook is not None)
-        if slots and self.policy.nonfinite is NonFinite.RAISE:
-            step.fail(FailureKind.NONFINITE, slots, "finite on every rank, but their sum is not")
-            assert step.failure is not None
-            raise self.peers.error_for([step.failure], self.policy)
-        return bool(slots)
 
     def _close(self) -> None:
         """Leave nothing behind that could hold memory or disturb the next step."""
@@ -450,27 +431,6 @@ class Reducer:
             self.usage.close_step()
         self.after_step()
 
-    # --- optimizer in backward -----------------------------------------------------------------
-
-    def _may_drain_early(self, step: Step) -> bool:
-        """Whether a reduced bucket is final before the whole step has been judged."""
-        is_judged = self.policy.tracks_unused or self.policy.nonfinite is not NonFinite.IGNORE
-        return not is_judged and step.weight is None
-
-    def _drain(self, step: Step) -> None:
-        """Hand over the buckets that are reduced already, in order."""
-        while self._drained < self.flight.started:
-            bucket = self.buckets[self._drained]
-            if not self.flight.is_landed(bucket):
-                return
-            self._drained += 1
-            self.flight.wait(step, bucket)
-            mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
-            step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
-            step.home.settle(mine)
-            if self.after_bucket is not None:
-                self.after_bucket(bucket)
-
     # --- joined ranks --------------------------------------------------------------------------
 
     def mirror_step(self) -> None:
@@ -484,7 +444,7 @@ class Reducer:
                 self.block = self.flight.land(step)
                 self.peers.judge(self.block, None, self.policy)
                 if self.block.any(Flag.WEIGHTED):
-                    self._weighted_mean.finish([], self.block, multiplier=1.0)
+                    self._conclusion.weighted_mean.finish([], self.block, multiplier=1.0)
                 self.arrivals.learn()
             finally:
                 self._close()

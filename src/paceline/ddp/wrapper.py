@@ -387,7 +387,7 @@ class DistributedDataParallel(TorchSurface):
     def _lazy_init(self) -> None:
         self._lazy_init_ran = True
         if self.reducer is not None and take_over_optimizers(self.reducer.parameters):
-            self.reducer.after_bucket = run_optimizers
+            self.reducer.drain.after_bucket = run_optimizers
 
     # --- what users call -----------------------------------------------------------------------
 

@@ -1,0 +1,56 @@
+"""Hands buckets over when their gradients are final: for an optimizer that steps in the backward.
+
+The reducer calls it whenever it looks at the buckets anyway, and once more at the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.buckets import Bucket
+from paceline.config import NonFinite, ReducePolicy
+from paceline.ddp.flight import Flight
+from paceline.ddp.step import Step
+
+
+class Drain:
+    """In order, each bucket once a step.
+
+    Attributes:
+        after_bucket: Who gets them; None is nobody.
+    """
+
+    def __init__(self) -> None:
+        self.after_bucket: Callable[[Bucket], None] | None = None
+        self._drained = 0
+
+    def open(self) -> None:
+        """Begin a step."""
+        self._drained = 0
+
+    def take_landed(self, step: Step, flight: Flight, policy: ReducePolicy) -> None:
+        """Hand over what is reduced already, if that makes it final."""
+        if self.after_bucket is None or _is_judged(step, policy):
+            return
+        while self._drained < flight.started:
+            bucket = flight.buckets[self._drained]
+            if not flight.is_landed(bucket):
+                return
+            self._drained += 1
+            flight.wait(step, bucket)
+            mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
+            step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
+            step.home.settle(mine)
+            self.after_bucket(bucket)
+
+    def take_rest(self, flight: Flight) -> None:
+        """Hand over the others: the step is good."""
+        if self.after_bucket is not None:
+            for bucket in flight.buckets[self._drained :]:
+                self.after_bucket(bucket)
+
+
+def _is_judged(step: Step, policy: ReducePolicy) -> bool:
+    """Whether what a bucket holds is not final before the whole step has been judged."""
+    is_checked = policy.tracks_unused or policy.nonfinite is not NonFinite.IGNORE
+    return is_checked or step.weight is not None
