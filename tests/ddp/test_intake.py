@@ -183,12 +183,30 @@ def test_only_while_it_is_open_and_only_what_has_a_slot() -> None:
     made.inbox.open([], FACTOR)
     assert not made.arrive()
     made.inbox.open([made.bucket.slots[0]], FACTOR)
-    assert made.arrive()
     made.parameter.grad = None
     made.inbox.tap(0, 0)()
     made.parameter.grad = torch.ones(3)
     made.inbox.tap(0, 0)()
     assert made.inbox.take() == ([0, 0], [0]), "what was left is told apart"
+
+
+def test_each_is_brought_in_once_and_what_is_withheld_not_at_all() -> None:
+    made = case(nn.Parameter(torch.ones(3)))
+    slots = [made.bucket.slots[0]]
+    made.inbox.open(slots, FACTOR)
+    made.parameter.grad = torch.ones(3)
+    assert made.arrive()
+    before = made.view.clone()
+    assert not made.arrive(), "its bucket may be on its way"
+    assert torch.equal(made.view, before)
+    assert slots == [made.bucket.slots[0]], "the list of the caller stays as it is"
+    made.inbox.open(slots, FACTOR)
+    made.inbox.withhold(0)
+    assert not made.arrive()
+    with pytest.raises(IndexError):
+        made.inbox.withhold(1)
+    made.inbox.shut()
+    made.inbox.withhold(1)  # nothing is open
 
 
 def test_without_dlpack_and_without_the_core_nothing_is_brought_in() -> None:

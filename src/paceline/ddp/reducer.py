@@ -349,6 +349,7 @@ class Reducer:
     def _take_absent(self, step: Step, slots: Sequence[Slot]) -> None:
         for slot in slots:
             self.arrivals.expected[slot.index] = 0
+            self._inbox.withhold(slot.index)
             self.filler.take_absent(step, self.buckets[slot.bucket_index], slot)
         self._start_full(step)
 

@@ -72,8 +72,11 @@ class Inbox(Protocol):
     def open(self, slots: list[Slot | None], factor: float, /) -> bool:
         """Let hooks bring in what has a slot, times a factor; say whether they will.
 
-        A parameter's grad is its slot's view then.
+        Each once, from then on; a parameter's grad is its slot's view then.
         """
+
+    def withhold(self, index: int, /) -> None:
+        """Let the hook of one parameter leave it: no gradient is expected there."""
 
     def shut(self) -> None:
         """Let hooks leave gradients where they are, as they do before it is opened."""
@@ -121,6 +124,9 @@ class PythonInbox:
     def open(self, _slots: list[Slot | None], _factor: float, /) -> bool:
         """Leave all gradients to the listener: a copy by torch costs the same there."""
         return False
+
+    def withhold(self, _index: int, /) -> None:
+        """Nothing is brought in anyway."""
 
     def shut(self) -> None:
         """It never was open."""

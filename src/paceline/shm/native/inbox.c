@@ -20,7 +20,7 @@ typedef struct {
     Py_ssize_t count, capacity;
     Py_ssize_t due;
     const struct DLPackExchangeAPI *exchange; /* NULL: gradients are left to the listener */
-    PyObject *slots; /* a list while it is open: by index, what the hooks bring in; or NULL */
+    PyObject *slots; /* a list of its own while it is open: what hooks still bring in; or NULL */
     float factor;
     uint64_t waiting_bytes, most_bytes; /* of large gradients */
 } InboxObject;
@@ -89,9 +89,11 @@ static PyObject *inbox_open(InboxObject *self, PyObject *args) {
         return NULL;
     if (self->exchange == NULL)
         Py_RETURN_FALSE;
-    Py_INCREF(slots);
+    PyObject *own = PyList_GetSlice(slots, 0, PyList_Size(slots));
+    if (own == NULL)
+        return NULL;
     Py_XDECREF(self->slots);
-    self->slots = slots;
+    self->slots = own;
     self->factor = factor;
     Py_RETURN_TRUE;
 }
@@ -99,6 +101,21 @@ static PyObject *inbox_open(InboxObject *self, PyObject *args) {
 static PyObject *inbox_shut(InboxObject *self, PyObject *unused) {
     (void)unused;
     Py_CLEAR(self->slots);
+    Py_RETURN_NONE;
+}
+
+/* Take one slot out of a list of them: its place stays, with None in it. */
+static int take_out(PyObject *slots, Py_ssize_t index) {
+    Py_INCREF(Py_None);
+    return PyList_SetItem(slots, index, Py_None);
+}
+
+static PyObject *inbox_withhold(InboxObject *self, PyObject *number) {
+    Py_ssize_t index = PyLong_AsSsize_t(number);
+    if (PyErr_Occurred())
+        return NULL;
+    if (self->slots != NULL && take_out(self->slots, index) != 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -184,6 +201,7 @@ static int inbox_set_due(InboxObject *self, PyObject *value, void *unused) {
 static PyMethodDef inbox_methods[] = {
     {"open", (PyCFunction)inbox_open, METH_VARARGS,
      "open(slots, factor) -> whether hooks bring gradients in from now on"},
+    {"withhold", (PyCFunction)inbox_withhold, METH_O, "Let the hook of one parameter leave it."},
     {"shut", (PyCFunction)inbox_shut, METH_NOARGS, "Let hooks leave gradients where they are."},
     {"take", (PyCFunction)inbox_take, METH_NOARGS, "Remove what is there: (all, left)."},
     {"first", (PyCFunction)inbox_first, METH_NOARGS, "Return what came first, and leave it."},
@@ -224,16 +242,22 @@ static void tap_dealloc(TapObject *self) {
     Py_DECREF(type);
 }
 
-/* Whether the gradient is in its bucket now. */
+/* Whether the gradient is in its bucket now. Once only: the bucket may be on its way when it comes
+ * again, which is an error that the listener finds. */
 static int bring_in(InboxObject *inbox, uint32_t index) {
-    if (inbox->slots == NULL || index >= (size_t)PyList_Size(inbox->slots))
+    PyObject *slots = inbox->slots;
+    if (slots == NULL || index >= (size_t)PyList_Size(slots))
         return 0;
-    PyObject *slot = PyList_GetItem(inbox->slots, index);
+    PyObject *slot = PyList_GetItem(slots, index);
     if (slot == NULL || slot == Py_None)
         return 0;
+    Py_INCREF(slots); /* the copy may let go of the interpreter lock */
     Py_INCREF(slot);
     int brought = pl_bring_in(inbox->exchange, slot, inbox->factor);
+    if (brought && take_out(slots, index) != 0)
+        PyErr_Clear(); /* cannot be: the index is within the list */
     Py_DECREF(slot);
+    Py_DECREF(slots);
     return brought;
 }
 
