@@ -18,6 +18,7 @@ from paceline.ps import extension
 from paceline.ps.durable import Durable
 from paceline.ps.handler import Handler, Later
 from paceline.ps.quick import MOST_BYTES, QuickPush
+from paceline.ps.refusal import Refusal
 from paceline.ps.saving import SavePlace
 from paceline.ps.spec import Init, Shard, Sharding, Start, TableSpec
 from paceline.ps.store import Store
@@ -105,7 +106,7 @@ def owned(number: int) -> np.ndarray:
         try:
             table.locate(np.array([id]))
             found.append(id)
-        except Exception:
+        except Refusal:
             continue
     return np.array(found)
 
