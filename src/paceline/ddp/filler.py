@@ -117,7 +117,7 @@ class Filler:
                 step.unsettled += _take_nothing(slots)
             else:
                 step.unsettled += step.home.collect(slots)
-                for slot in slots:
+                for slot in slots if step.is_brought_in else ():
                     at_once = _is_scaled_at_once(step, buckets[slot.bucket_index])
                     if at_once and slot.view is not None:
                         slot.view.mul_(step.factor)

@@ -28,11 +28,12 @@ class GradientHome(Protocol):
     Attributes:
         keeps_gradients: The outside keeps its gradients until the step is over, whatever is done
             here: to bring them in early saves no memory.
-        gives_views: The outside shows views of the buckets wherever it can.
+        is_direct: A gradient is ``parameter.grad``, and its slot's view may take its place at once:
+            the hook that tells of it can bring it in.
     """
 
     keeps_gradients: bool
-    gives_views: bool
+    is_direct: bool
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return the gradient as it is outside now."""
@@ -59,7 +60,7 @@ class LocalHome:
     keeps_gradients = False
 
     def __init__(self, views: GradientViews) -> None:
-        self.gives_views = views is not GradientViews.NEVER
+        self._gives_views = self.is_direct = views is not GradientViews.NEVER
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return ``parameter.grad``."""
@@ -86,7 +87,7 @@ class LocalHome:
         _copy_all(targets, sources)
         for slot in empty:
             slot.zero()
-        if not self.gives_views or any(map(_requires_grad, sources)):
+        if not self._gives_views or any(map(_requires_grad, sources)):
             return empty + moved
         for slot, view in zip(moved, targets, strict=True):
             slot.parameter.grad = view
@@ -118,7 +119,7 @@ class LocalHome:
             if gradient is view:
                 continue
             if gradient is None:
-                slot.parameter.grad = view if self.gives_views else view.clone()
+                slot.parameter.grad = view if self._gives_views else view.clone()
             elif self._may_become_view(gradient):
                 slot.parameter.grad = view
             else:
@@ -132,7 +133,7 @@ class LocalHome:
 
     def _may_become_view(self, gradient: torch.Tensor) -> bool:
         # A gradient with a graph (create_graph=True) stays the tensor that the graph knows.
-        return self.gives_views and not gradient.requires_grad
+        return self._gives_views and not gradient.requires_grad
 
 
 class ContextHome:
@@ -146,7 +147,7 @@ class ContextHome:
     """
 
     keeps_gradients = True
-    gives_views = False
+    is_direct = False
 
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id

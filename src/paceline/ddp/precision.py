@@ -116,7 +116,7 @@ class PrecisionHome:
     """Gradients that arrive in low precision and leave in full precision."""
 
     keeps_gradients = False
-    gives_views = False
+    is_direct = False
 
     def __init__(self, swap: PrecisionSwap, *, gives_views: bool) -> None:
         self._swap = swap

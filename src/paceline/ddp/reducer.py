@@ -325,7 +325,7 @@ class Reducer:
     def _open_inbox(self, step: Step) -> bool:
         """Let hooks bring gradients in as they come, if each comes once and becomes a view."""
         slots = self._set.plain_slots
-        if slots is None or step.joined or not step.home.gives_views or step.factor == 0.0:
+        if slots is None or step.joined or not step.home.is_direct or step.factor == 0.0:
             return False
         if self.policy.batched_copy or self.arrivals.may_repeat:
             return False
