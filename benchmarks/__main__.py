@@ -15,6 +15,7 @@ BENCHMARKS = {
     "hot_path": "microseconds per gradient, with a profile",
     "ps_lookup": "lookups and pushes through parameter servers, for tables of several sizes",
     "ps_answer": "what one small message costs a parameter server, without its socket",
+    "ps_trainer": "a trainer's own share of a step with parameter servers, without the servers",
     "data_parallel": "2 CPU replicas beside the plain module",
 }
 

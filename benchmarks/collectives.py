@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
@@ -84,7 +83,7 @@ def _path() -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    console, results = Console(), {}
+    console, results = command.console(), {}
     for ranks in args.ranks:
         plan = Plan(ranks, tuple(args.sizes), args.rounds)
         samples = _launch_mpi(plan, args.timeout) if args.mpi else _launch(plan, args.timeout)

@@ -19,6 +19,7 @@ from rich.console import Console
 from paceline.testing import RanksFailedError, warm_up
 
 INTERRUPTED = 130
+PIPE_COLUMNS = 140
 
 
 def parser(name: str, description: str, example: str) -> argparse.ArgumentParser:
@@ -60,6 +61,12 @@ def one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 def integers(text: str) -> list[int]:
     """Read comma-separated integers above 0, for argparse."""
     return [positive(part) for part in text.split(",")]
+
+
+def console() -> Console:
+    """Where tables are printed: a terminal as it is, a file or a pipe wide enough for numbers."""
+    found = Console()
+    return found if found.is_terminal else Console(width=max(found.width, PIPE_COLUMNS))
 
 
 def guarded(run: Callable[[], int]) -> int:

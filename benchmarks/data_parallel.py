@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
@@ -214,7 +213,7 @@ def _run(args: argparse.Namespace) -> int:
     results = [_measure(args, name) for name in args.models]
     (parts,) = run_ranks(1, run_parts, 50 * args.rounds, threads=args.threads)
     parts_ms = median(cost.wall_ms for cost in parts)
-    console = Console()
+    console = command.console()
     console.print(_table(results))
     console.print(
         f"scatter + replicate + gather, 100 parameters, 2 replicas: {parts_ms:.2f} ms "

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -164,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    console = Console()
+    console = command.console()
     variants = (*STANDARD, *args.also, *([CONTROL] if args.control else []))
     results = [
         _measure(args, workload, ranks, variants)

@@ -1,12 +1,17 @@
-"""The least that a reducer in Python can cost: a hook per parameter that does nothing."""
+"""The least that others can cost: what a wrapper does whose gradients nobody reduces.
+
+For ``--also`` of the step benchmark, and for ``hot_path``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from benchmarks import malloc
 from benchmarks.variants import Variant
 
 
@@ -24,6 +29,30 @@ class HooksOnly(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Run the module."""
         return self.module(*inputs)
+
+
+class MeetOnly(nn.Module):
+    """Ranks wait for each other once, after the backward, in shared memory; freed memory is kept.
+
+    Faster than this is nobody whose gradients depend on all ranks. One hook, no copy, no sum.
+    """
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        malloc.keep_memory()
+        self.module = module
+        ranks = dist.get_process_group_ranks(process_group)
+        self._group = dist.new_group(ranks, backend="paceline", use_local_synchronization=True)
+        self._node = _accumulate_node(next(module.parameters()))
+        self._node.register_hook(self._at_the_end_meet)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the module."""
+        return self.module(*inputs)
+
+    def _at_the_end_meet(self, *_: Any) -> None:
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: dist.barrier(self._group))
 
 
 def _accumulate_node(parameter: torch.Tensor) -> Any:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -165,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
         print(reason, file=sys.stderr)
         return 2
     results = measure(args.model, args.hooks, args.rates, args.rounds, args.timeout)
-    console = Console()
+    console = command.console()
     for rate, samples in results.items():
         console.print(_table(args.model, rate, samples))
     command.write_json(args.json, {"model": args.model, "results": results})

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command, profiling
@@ -109,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    console = Console()
+    console = command.console()
     variants = (*STANDARD, HOOKS_ONLY, *args.also)
     results = [_measure(args, ranks, variants) for ranks in args.ranks]
     for result in results:

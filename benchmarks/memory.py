@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
@@ -60,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     variants = (*STANDARD, *args.also)
     results = {variant.label: _measure(args, variant) for variant in variants}
-    Console().print(_table(results))
+    command.console().print(_table(results))
     measured = {label: asdict(peaks) for label, peaks in results.items()}
     command.write_json(args.json, {"gradient_bytes": GRADIENT_BYTES, "results": measured})
     is_missed = _sets(results[PACELINE].highest) > LIMIT

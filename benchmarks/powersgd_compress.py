@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
@@ -72,7 +71,7 @@ def _run(args: argparse.Namespace) -> int:
             results.append({"model": workload, "rank": rank, "ms": found, "ratio": ratio})
             times = [f"{medians[name]:.1f}" for name in ("paceline", "torch")]
             table.add_row(workload, str(rank), *times, f"{ratio:.2f}")
-    Console().print(table)
+    command.console().print(table)
     command.write_json(args.json, {"results": results})
     return 0
 

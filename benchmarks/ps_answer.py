@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
@@ -174,7 +173,7 @@ def _run(args: argparse.Namespace) -> int:
             )
             times = [f"{statistics.median(us[name]):.1f}" for name in ways]
             table.add_row(f"{kind} {shape}", *times, f"{ratio:.2f}")
-    Console().print(table)
+    command.console().print(table)
     command.write_json(args.json, {"results": {name: vars(each) for name, each in found.items()}})
     return 0
 

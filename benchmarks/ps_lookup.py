@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace) -> int:
             if table["name"] == f"table{at}"
         )
     rss_bytes = [each["rss_bytes"] for each in stats]
-    Console().print(_table(args, results, rss_bytes))
+    command.console().print(_table(args, results, rss_bytes))
     found = {"results": [asdict(each) for each in results], "server_rss_bytes": rss_bytes}
     command.write_json(args.json, {**found, "trainer_rss_bytes": _own_rss_bytes()})
     return 0

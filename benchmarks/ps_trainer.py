@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
@@ -51,6 +50,9 @@ class MemoryChannel:
         self._ledger.enter(pending)
         self._ledger.take(self._reply(pending))
         return pending
+
+    def hold(self, is_held: bool) -> None:
+        """Nobody has to be woken."""
 
     def wait(self, pending: Pending) -> list[Frame]:
         """The answer, which is there."""
@@ -129,8 +131,8 @@ def _run(args: argparse.Namespace) -> int:
         ordered = sorted(each * 1e6 for each in times[phase])
         low, high = ordered[len(ordered) // 10], ordered[-len(ordered) // 10]
         table.add_row(phase, *(f"{each:.0f}" for each in (statistics.median(ordered), low, high)))
-    Console().print(table)
-    Console().print(f"native core: {'no' if native is None else 'yes'}; pid {os.getpid()}")
+    command.console().print(table)
+    command.console().print(f"native core: {'no' if native is None else 'yes'}; pid {os.getpid()}")
     command.write_json(args.json, {"times_s": times, "is_native": native is not None})
     return 0
 

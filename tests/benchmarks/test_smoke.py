@@ -42,6 +42,14 @@ def test_step_times_apart(tmp_path: Path) -> None:
     assert all([len(block) for block in blocks] == [2, 2, 2] for blocks in samples.values())
 
 
+def test_the_floor_of_a_step_is_measured_beside_it(tmp_path: Path) -> None:
+    words = "--models small --ranks 2 --launches 1 --rounds 2 --steps 1 --apart"
+    floor = "--also meet=benchmarks.floor:MeetOnly"
+    (result,) = run(tmp_path / "out.json", *words.split(), *floor.split())["results"]
+    assert set(result["p50_ms"]) == {*VARIANTS, "meet"}
+    assert result["p50_ms"]["meet"] > 0
+
+
 def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And one number after all: two to twenty times faster is not a matter of a busy machine."""
     words = ("collectives", "--ranks", "2", "--sizes", "256,64K", "--rounds", "5")
@@ -140,3 +148,18 @@ def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert results[0]["moved_bytes"] == results[1]["moved_bytes"]
     assert results[0]["server_bytes"] == results[1]["server_bytes"] >= 50 * 8 * 4
     assert "ratio" in capsys.readouterr().out
+
+
+def test_a_trainers_own_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "ps_trainer --tables 2 --rows 20 --dim 4 --ids 6 --bag 3 --steps 20"
+    times = run(tmp_path / "out.json", *words.split())["times_s"]
+    assert {"forward", "prefetch", "backward"} <= set(times)
+    assert all(min(seconds) >= 0 for seconds in times.values())
+    assert "native core" in capsys.readouterr().out
+
+
+def test_compression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "powersgd_compress --models small --ranks 1 --rounds 2"
+    (result,) = run(tmp_path / "out.json", *words.split())["results"]
+    assert {name: len(times) for name, times in result["ms"].items()} == {"paceline": 2, "torch": 2}
+    assert "PowerSGD" in capsys.readouterr().out

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from paceline import (
@@ -903,6 +904,24 @@ class TestArguments:
         assert mentions(nonfinite, "nonfinite='stop'", "'ignore', 'raise', 'skip'")
         assert isinstance(missing, ConfigurationError)
         assert mentions(missing, "missing_gradients='ignore'", "'raise', 'wait'")
+
+    def test_dtypes_without_arithmetic(self) -> None:
+        def run() -> list[Exception | None]:
+            low = torch.float8_e4m3fn
+            precision = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=low)
+            net, own = Net(), Net()
+            own.left.bias = nn.Parameter(own.left.bias.detach().to(low))
+            errors = [
+                error_of(lambda: DDP(net, mixed_precision=precision)),
+                error_of(lambda: DDP(own)),
+            ]
+            assert not hasattr(net.trunk.weight, "_mp_param")  # nothing was begun
+            return errors
+
+        ((reduced, own),) = run_ranks(1, run)
+        for error, name in ((reduced, "trunk.weight"), (own, "left.bias")):
+            assert isinstance(error, ConfigurationError)
+            assert mentions(error, name, "torch.float8_e4m3fn", "torch.bfloat16", "'e4m3'")
 
     def test_bucket_sizes_that_are_none(self) -> None:
         def run() -> list[Exception | None]:

@@ -21,6 +21,13 @@ from paceline.buckets import Slot
 from paceline.torch_private import MixedPrecisionConfig, cast_inputs, queue_callback
 
 
+def reduce_dtype(config: MixedPrecisionConfig | None, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which a parameter's gradient is reduced."""
+    if config is None:
+        return parameter.dtype
+    return config.reduce_dtype or config.param_dtype or parameter.dtype
+
+
 class PrecisionSwap:
     """Exchanges the data of a module's parameters.
 
@@ -41,10 +48,6 @@ class PrecisionSwap:
             if not hasattr(buffer, "_ddp_ignored") and buffer.is_floating_point():
                 buffer.data = buffer.to(dtype=config.buffer_dtype)
         module.register_state_dict_pre_hook(lambda *_: self.leave())
-
-    def reduce_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype in which a parameter's gradient is reduced."""
-        return self.config.reduce_dtype or self.config.param_dtype or parameter.dtype
 
     def cast_inputs(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from paceline.buckets import BucketCaps, ParameterSpec
+from paceline.buckets import BucketCaps
 from paceline.config import (
     GradientViews,
     MissingGradients,
@@ -35,11 +36,12 @@ from paceline.ddp.join import DDPJoinHook, active_ranks, agree_on_sync, find_com
 from paceline.ddp.logging_data import LoggingData
 from paceline.ddp.overlap import run_optimizers, take_over_optimizers
 from paceline.ddp.peers import Peers
-from paceline.ddp.precision import PrecisionHome, PrecisionSwap
+from paceline.ddp.precision import PrecisionHome, PrecisionSwap, reduce_dtype
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.settings import Settings
 from paceline.ddp.taps import nodes_of, tap_nodes
 from paceline.ddp.torch_surface import TorchSurface
+from paceline.ddp.trainables import find_trainables
 from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.freed_memory import keep_freed_memory
@@ -65,9 +67,8 @@ class DistributedDataParallel(TorchSurface):
 
     Args:
         gradient_as_bucket_view: None (the default): gradients are views of the communication
-        buckets,
-            and one that you still hold from an earlier step never changes under you. True and False
-            do what torch does.
+            buckets, and one that you still hold from an earlier step never changes under you. True
+            and False do what torch does.
         nonfinite: ``"ignore"``; ``"raise"``: a NaN or infinity in any rank's gradients raises
             NonFiniteGradientError on every rank, naming rank and parameter; ``"skip"``: such a
             step's gradients become zero on every rank, and ``skipped_steps`` counts it.
@@ -75,9 +76,8 @@ class DistributedDataParallel(TorchSurface):
             ``"shm"``: that, or an error; ``"c10d"``: the process group. ``stats()`` says which it
             is and why.
         missing_gradients: ``"raise"``: a backward that leaves parameters without a gradient
-        raises at
-            its end, on every rank, with names. ``"wait"``: torch's timing, for code that runs
-            several backward passes of which each brings some gradients.
+            raises at its end, on every rank, with names. ``"wait"``: torch's timing, for code that
+            runs several backward passes of which each brings some gradients.
 
     Example::
 
@@ -176,10 +176,14 @@ class DistributedDataParallel(TorchSurface):
         settings = self._settings
         self._peers = Peers(self.process_group, self.device)
         self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
-        self._swap: PrecisionSwap | None = None
-        if settings.mixed_precision is not None:
-            self._swap = PrecisionSwap(settings.mixed_precision, self.module)
-        specs, parameters = self._describe_parameters()
+        precision = settings.mixed_precision
+        specs, parameters = find_trainables(
+            self.module,
+            self.process_group,
+            self.parameters_to_ignore,
+            partial(reduce_dtype, precision),
+        )
+        self._swap = None if precision is None else PrecisionSwap(precision, self.module)
         if any(parameter.device.type == "cpu" for parameter in parameters):
             keep_freed_memory()
         self._transport = self._make_transport(self.process_group)
@@ -199,54 +203,6 @@ class DistributedDataParallel(TorchSurface):
             self.reducer.local_home = PrecisionHome(self._swap, gives_views=gives_views)
             self.reducer.after_step = self._swap.leave
         self._log_construction(self.reducer)
-
-    def _describe_parameters(self) -> tuple[list[ParameterSpec], list[torch.nn.Parameter]]:
-        """List the parameters to reduce, in order of definition, each once."""
-        sparse = {
-            id(m.weight)
-            for m in self.module.modules()
-            if isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and m.sparse
-        }
-        specs: list[ParameterSpec] = []
-        parameters: list[torch.nn.Parameter] = []
-        seen = self._reduced_inside()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            is_ours = parameter.requires_grad and name not in self.parameters_to_ignore
-            if not is_ours or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            dtype = self._swap.reduce_dtype(parameter) if self._swap else None
-            is_sparse = id(parameter) in sparse
-            specs.append(
-                ParameterSpec.of(len(specs), name, parameter, dtype=dtype, sparse=is_sparse)
-            )
-            parameters.append(parameter)
-        return specs, parameters
-
-    def _reduced_inside(self) -> set[int]:
-        """Return the ids of parameters that a wrapper inside of the module already averages.
-
-        To average them again would change nothing, but cost as much; and two wrappers cannot both
-        lend out views of their buckets.
-
-        Raises:
-            ConfigurationError: If a wrapper inside averages over other ranks.
-        """
-        inside: set[int] = set()
-        mine = dist.get_process_group_ranks(self.process_group)
-        for name, module in self.module.named_modules():
-            if not isinstance(module, TorchDDP):
-                continue
-            if dist.get_process_group_ranks(module.process_group) != mine:
-                raise ConfigurationError(
-                    f"The module holds a DistributedDataParallel ({name or 'itself'}), over "
-                    "a group of other ranks. A parameter can be averaged by one wrapper only: wrap "
-                    "the modules beside each other, or list the inner one's parameters with "
-                    "_set_params_and_buffers_to_ignore_for_model."
-                )
-            ignored = module.parameters_to_ignore
-            inside.update(id(p) for n, p in module.module.named_parameters() if n not in ignored)
-        return inside
 
     def _make_transport(self, group: dist.ProcessGroup) -> DeferredTransport:
         """Prepare a transport for all gradients there may be, delayed ones included."""
