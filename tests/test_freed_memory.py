@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import statistics
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,14 +27,15 @@ BLOCK_ELEMENTS = 5 * 1024 * 1024
 PAGE_BYTES = 4096
 
 
-def faults_of_blocks() -> int:
+def faults_of_blocks() -> list[int]:
     """Make a wrapper, then count the page faults of blocks that were allocated and freed before."""
     DistributedDataParallel(nn.Linear(2, 2))
     touch_blocks()
-    touch_blocks()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    touch_blocks()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    counts = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(5):
+        touch_blocks()
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return [after - before for before, after in pairwise(counts)]
 
 
 def touch_blocks() -> None:
@@ -41,9 +44,13 @@ def touch_blocks() -> None:
 
 
 def test_a_step_does_not_fault_in_what_the_last_one_freed() -> None:
-    """Without the wrapper it depends on luck, so only this way round can be tested."""
+    """Without the wrapper it depends on luck, so only this way round can be tested.
+
+    Some small block that comes to lie between the large ones may make the heap grow, once or twice.
+    """
     pages = 4 * BLOCK_ELEMENTS * 4 // PAGE_BYTES
-    assert run_ranks(1, faults_of_blocks) < [pages / 20]
+    (faults,) = run_ranks(1, faults_of_blocks)
+    assert statistics.median(faults) < pages / 20, faults
 
 
 def is_kept_by(variables: dict[str, str]) -> tuple[int, bool]:
