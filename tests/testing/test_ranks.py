@@ -259,6 +259,33 @@ class TestArguments:
             run_ranks(1, lambda: None)
 
 
+class TestScripts:
+    """Ranks import the caller's script, which goes wrong in two ways that people run into."""
+
+    SCRIPT = "from paceline.testing import run_ranks\nprint(run_ranks(1, int))\n"
+
+    def test_a_call_that_ranks_would_repeat(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(self.SCRIPT)
+        words = [sys.executable, str(script)]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1
+        assert "Call it under `if __name__ == '__main__':`" in result.stderr
+
+    def test_standard_input(self) -> None:
+        words = [sys.executable, "-"]
+        result = subprocess.run(
+            words, input=self.SCRIPT, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 1
+        assert "ConfigurationError: The script comes from standard input" in result.stderr
+
+    def test_the_command_line(self) -> None:
+        words = [sys.executable, "-c", self.SCRIPT]
+        result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert result.stdout == "[0]\n"
+
+
 class TestForkServer:
     def test_a_server_that_cannot_import_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "broken.py").write_text("1 / 0")

@@ -74,6 +74,7 @@ def run_ranks(
         ConfigurationError: An argument is wrong, or something cannot be pickled.
     """
     _check(n, timeout_s, grace_s, threads)
+    _check_script()
     work = pack_call(fn, args)
     call = f"run_ranks({n}, {getattr(fn, '__qualname__', repr(fn))})"
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
@@ -206,3 +207,18 @@ def _check(n: int, timeout_s: float, grace_s: float, threads: int) -> None:
         raise ConfigurationError(f"grace_s is in seconds and not below 0, not {grace_s!r}")
     if threads < 1:
         raise ConfigurationError(f"threads is at least 1, not {threads!r}")
+
+
+def _check_script() -> None:
+    """See that ranks can import what the caller was started with; Python has them do that first."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "run_ranks was called while a rank imports this script, and would start ranks without "
+            "end. Call it under `if __name__ == '__main__':`."
+        )
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is not None and os.path.basename(path) == "<stdin>":
+        raise ConfigurationError(
+            "The script comes from standard input, and each rank has to import it. Put it into a "
+            "file and run that."
+        )
