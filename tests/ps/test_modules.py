@@ -96,6 +96,11 @@ def gradient_like(output: Tensor) -> Tensor:
 )
 @given(cases())
 def test_embedding_bag_is_torchs(servers: ps.Servers, case: Case) -> None:
+    check_like_torch(servers, case)
+
+
+def check_like_torch(servers: ps.Servers, case: Case) -> None:
+    """Two steps with SGD, here and in torch."""
     remote = ps.EmbeddingBag(
         ROWS,
         DIM,
@@ -134,6 +139,19 @@ def _renormed(local: nn.EmbeddingBag) -> Tensor:
     if local.max_norm is not None:
         torch.embedding_renorm_(rows, torch.arange(ROWS), local.max_norm, local.norm_type)
     return rows
+
+
+@pytest.mark.parametrize("pooling", ["auto", "trainer"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_padding_that_no_bag_has(servers: ps.Servers, mode: str, pooling: str) -> None:
+    """It leads torch to other bits all the same, in one of two sums of three weighted rows."""
+    options: dict[str, object] = {"mode": mode, "padding_idx": 0}
+    for seed in range(20):
+        random = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, ROWS, (6,), generator=random)
+        weights = torch.rand(6, generator=random) if mode == "sum" else None
+        case = Case(ids, torch.tensor([0, 4]), weights, options, "table", pooling)
+        check_like_torch(servers, case)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0), (2, 2, 2)])
