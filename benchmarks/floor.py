@@ -1,4 +1,4 @@
-"""The least that others can cost: what a wrapper does whose gradients nobody reduces.
+"""Floors: wrappers that do one thing every wrapper does, and reduce nothing.
 
 For ``--also`` of the step benchmark, and for ``hot_path``.
 """
@@ -34,7 +34,8 @@ class HooksOnly(nn.Module):
 class MeetOnly(nn.Module):
     """Ranks wait for each other once, after the backward, in shared memory; freed memory is kept.
 
-    Faster than this is nobody whose gradients depend on all ranks. One hook, no copy, no sum.
+    One hook, no copy, no sum: what a step costs whose ranks depend on each other, with malloc set
+    as Paceline sets it and the scheduler as it is.
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from benchmarks.__main__ import main
+from benchmarks.floor import MeetOnly
 from benchmarks.ratios import ratio
 from benchmarks.rss import peers_bytes
+from paceline.testing import run_ranks
 
 VARIANTS = {"local", "torch", "torch views", "paceline"}
 
@@ -48,6 +54,21 @@ def test_the_floor_of_a_step_is_measured_beside_it(tmp_path: Path) -> None:
     (result,) = run(tmp_path / "out.json", *words.split(), *floor.split())["results"]
     assert set(result["p50_ms"]) == {*VARIANTS, "meet"}
     assert result["p50_ms"]["meet"] > 0
+
+
+def waited_for_the_other() -> float:
+    model = MeetOnly(nn.Linear(2, 2))
+    loss = model(torch.ones(1, 2)).sum()
+    dist.barrier()
+    time.sleep(float(dist.get_rank()))
+    began = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - began
+
+
+def test_ranks_of_the_floor_do_meet() -> None:
+    first, second = run_ranks(2, waited_for_the_other)
+    assert first > second + 0.5
 
 
 def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
