@@ -20,7 +20,7 @@ LAYERS = (
     {"transport"},
     {"shm"},
     {"observe"},
-    {"config", "errors", "freed_memory", "torch_private", "types"},
+    {"config", "errors", "freed_memory", "gloo_threads", "torch_private", "types"},
 )
 HEIGHT = {part: len(LAYERS) - level for level, parts in enumerate(LAYERS) for part in parts}
 BOTTOM = LAYERS[-1]

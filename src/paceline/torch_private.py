@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import datetime
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -65,6 +66,12 @@ __all__ = [
     "sync_module",
     "will_run_node",
 ]
+
+if not dist.is_initialized():
+    # Its functions have the default group as default argument: None here, but the group, for ever,
+    # once there is one. torch imports it in the first step (by way of torch._dynamo), and a group
+    # that is referred to keeps its threads and sockets after ``destroy_process_group``.
+    importlib.import_module("torch.distributed.nn.functional")
 
 # TorchDDP is bound here, at import: torch's own tests put our class in the place of that name.
 

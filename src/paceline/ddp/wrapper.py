@@ -45,6 +45,7 @@ from paceline.ddp.trainables import find_trainables
 from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.freed_memory import keep_freed_memory
+from paceline.gloo_threads import settle_gloo_at_exit
 from paceline.observe import DDPStats
 from paceline.torch_private import (
     MixedPrecisionConfig,
@@ -186,6 +187,7 @@ class DistributedDataParallel(TorchSurface):
         self._swap = None if precision is None else PrecisionSwap(precision, self.module)
         if any(parameter.device.type == "cpu" for parameter in parameters):
             keep_freed_memory()
+        settle_gloo_at_exit()
         self._transport = self._make_transport(self.process_group)
         self._census = ParameterCensus(self.module, self.parameters_to_ignore, parameters)
         self._runs_own_parameters = True

@@ -38,8 +38,10 @@ Start = Callable[[dist.ProcessGroup], "torch.futures.Future[Any]"]
 Rounds = Generator[Start, None, torch.Tensor]
 """A job: yields what begins its next collective, goes on when that is done, returns the result."""
 
-_WAKE = object()
+CLOSE_PATIENCE_S = 5.0
+"""For a job that computes, or a callback that takes long, when the conveyor is let go."""
 
+_WAKE = object()
 
 _conveyors: weakref.WeakKeyDictionary[dist.ProcessGroup, Conveyor] = weakref.WeakKeyDictionary()
 
@@ -66,7 +68,7 @@ class Conveyor:
         # A daemon: it does nothing between steps, and must not keep a program alive.
         thread = threading.Thread(target=worker.serve, name="paceline-conveyor", daemon=True)
         thread.start()
-        weakref.finalize(self, self._events.put, None)
+        weakref.finalize(self, _end, self._events, thread)
 
     def reserve(self, parent: dist.ProcessGroup, rounds: int) -> None:
         """Make groups until there are enough. Collective if some are missing."""
@@ -173,6 +175,13 @@ class _Worker:
         if waiting is not None:
             events = self._events
             waiting.add_done_callback(lambda _: events.put(_WAKE))
+
+
+def _end(events: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """End a conveyor's thread; also when the program ends, while callbacks can still run."""
+    events.put(None)
+    if thread is not threading.current_thread():
+        thread.join(CLOSE_PATIENCE_S)
 
 
 def _is_ahead(before: _Job, job: _Job) -> bool:

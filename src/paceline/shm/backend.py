@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME
+from paceline.gloo_threads import settle_gloo_at_exit
 from paceline.shm.connect import Connection, Refusal, connect
 from paceline.shm.inner import gather_by_store, lane_ranks, make_gloo
 from paceline.shm.lanes import CHANNELS, LaneGroup, count_lanes
@@ -55,13 +56,14 @@ class PacelineGroup(dist.ProcessGroup):
         self._name = self._text = ""
         self._futures = FutureThread()
         self._operations: HostOperations | LaneOperations | None = None
+        settle_gloo_at_exit()
         self._inner: Any = make_gloo(store, rank, world, timeout, "paceline/inner")
         gather = gather_by_store(store, rank, world)
         found = connect(rank, gather, heap_bytes=HEAP_BYTES, channels=CHANNELS)
         self.refusal = found.reason if isinstance(found, Refusal) else ""
         if isinstance(found, Connection):
-            self._finalizer = weakref.finalize(self, found.close)
             self._operations = self._make_operations(found)
+            self._finalizer = weakref.finalize(self, _leave, self._operations, found, self._futures)
         elif found.is_fault and rank == 0:
             text = f"The paceline group works over gloo, not over shared memory: {found.reason}."
             warnings.warn(text, stacklevel=2)
@@ -131,9 +133,7 @@ class PacelineGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leave the group: end threads, close descriptors. Later collectives raise."""
         if self._operations is not None:
-            self._operations.close()
             self._finalizer()
-        self._futures.close()
 
     # --- collectives -----------------------------------------------------------------------------
 
@@ -161,3 +161,15 @@ class PacelineGroup(dist.ProcessGroup):
     send = _forward("send")
     recv = _forward("recv")
     recv_anysource = _forward("recv_anysource")
+
+
+def _leave(
+    operations: HostOperations | LaneOperations, connection: Connection, futures: FutureThread
+) -> None:
+    """End what is under way, then the thread that hears of it. Also when the program ends.
+
+    While the interpreter is taken apart that thread could no longer complete a future.
+    """
+    operations.close()
+    connection.close()
+    futures.close()
