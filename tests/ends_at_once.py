@@ -1,11 +1,12 @@
 """A program that ends while a thread still needs the interpreter: see test_gloo_threads.py.
 
-    python ends_at_once.py torch | settled | wrapper | destroyed | group | hook FILE
+    python ends_at_once.py torch | settled | later | wrapper | destroyed | group | hook FILE
 
 torch: a gloo group, nothing of Paceline's. settled: the same, with what the wrapper asks for.
-wrapper: with a wrapper that lives as long as the program. destroyed: the same, and the
-group is destroyed. group: a Paceline group of two ranks, with a future that calls something slow.
-hook: the same with a future of a conveyor.
+later: the same, but gloo is used by a finalizer, when the program has ended. wrapper: with a
+wrapper that lives as long as the program. destroyed: the same, and the group is destroyed. group: a
+Paceline group of two ranks, with a future that calls something slow. hook: the same with a future
+of a conveyor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import resource
 import sys
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -80,8 +82,11 @@ def main() -> None:
         KEPT.append(future.then(lambda _: time.sleep(0.5)))
         time.sleep(0.2)
         return
-    if case == "settled":
+    if case in ("settled", "later"):
         settle_gloo_at_exit()
+    if case == "later":
+        weakref.finalize(main, reduce_and_leave)
+        return
     if case in ("wrapper", "destroyed"):
         model = DistributedDataParallel(torch.nn.Linear(2, 2))
         model(torch.ones(1, 2)).sum().backward()

@@ -18,9 +18,9 @@ Called by the DDP wrapper and by the Paceline group.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import time
+import weakref
 from pathlib import Path
 
 WORKER_NAME = "pt_gloo_runloop"
@@ -38,15 +38,19 @@ _TASKS = Path("/proc/self/task")
 
 @functools.cache
 def settle_gloo_at_exit() -> None:
-    """Call :func:`settle_gloo` when the program ends. Once, however often it is asked for."""
-    atexit.register(settle_gloo)
+    """Call :func:`settle_gloo` when the program ends. Once, however often it is asked for.
+
+    Not by ``atexit``: finalizers end in the opposite order in which they were made, so this one
+    comes after those of transports, groups and conveyors, which may still have used gloo.
+    """
+    weakref.finalize(settle_gloo, settle_gloo)  # a function lives as long as its module
 
 
 def settle_gloo(patience_s: float = PATIENCE_S) -> bool:
     """Give the interpreter lock away until gloo's threads sleep; at once if there are none.
 
     Returns:
-        Whether they do. Where there is no /proc, it cannot be seen, and is taken for granted.
+        Whether they do. Where there is no /proc they are not seen, and not waited for.
     """
     workers = gloo_workers()
     deadline = time.monotonic() + patience_s
