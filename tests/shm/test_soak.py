@@ -8,7 +8,9 @@ from paceline.shm.extension import missing_reason
 from tests.shm import jobs
 from tests.shm.crew import Crew, Played, with_crew
 
-COLLECTIVES = 60_000
+COLLECTIVES = 120_000
+MALLOC_KIB = 2048
+"""By so much the heap goes up and down by itself. A leak of 36 bytes a collective is above it."""
 
 
 @pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
@@ -21,7 +23,7 @@ def test_nothing_grows() -> None:
         assert each.left == []
         looks = each.value
         assert len(looks) >= 10
-        settled = looks[2]
-        for rss_kib, descriptors, tasks in looks[3:]:
-            assert rss_kib - settled[0] < 2048, looks
-            assert (descriptors, tasks) == settled[1:], looks
+        half = len(looks) // 2
+        highest_kib = [max(look[0] for look in part) for part in (looks[:half], looks[half:])]
+        assert highest_kib[1] - highest_kib[0] < MALLOC_KIB, looks
+        assert len({look[1:] for look in looks[2:]}) == 1, looks
