@@ -16,17 +16,20 @@ ARGS   ?=
 # What the native cores are built from: when it changes, the package is installed anew.
 NATIVE := setup.py $(wildcard src/paceline/*/native/*)
 
-.PHONY: help demo test lint types unit conformance bench clean iproute2 compiler
+.PHONY: help demo test test-all lint types unit conformance bench docs clean iproute2 compiler
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-demo ## train a small network on 2 ranks (ARGS="--ranks 4")
 	@$(BIN)/paceline demo $(ARGS)
 
-test: lint types iproute2 ## everything CI runs: lint, types, all tests
-	$(BIN)/python -m pytest $(ARGS)
+test: lint types iproute2 ## lint, types, and the tests that show that it works
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-dev iproute2 ## what `make test` leaves out: attacks, soaks, large runs
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -44,6 +47,10 @@ conformance: $(VENV)/.installed-dev ## torch's own DDP tests, on our class
 bench: $(VENV)/.installed-dev ## step time side by side with torch's DDP
 	@test -d benchmarks || { echo "there is no benchmarks/ yet"; exit 1; }
 	$(BIN)/python -m benchmarks $(ARGS)
+
+docs: $(VENV)/.installed-docs ## the docs as web pages, in build/docs; a warning fails
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -77,4 +84,8 @@ $(VENV)/.installed-demo: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/pytho
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
 	$(INSTALL) ".[dev]"
-	@touch $@ $(VENV)/.installed-demo
+	@touch $@ $(VENV)/.installed-demo $(VENV)/.installed-docs
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
+	$(INSTALL) ".[docs,ps,testing]"
+	@touch $@

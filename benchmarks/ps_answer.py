@@ -69,7 +69,7 @@ class Way:
             self._store = part("store").Store(1 << 36, 1 << 30)
         finally:
             extension.native = native
-        place = part("saving").SavePlace(None, is_open=False)
+        place = part("save_place").SavePlace(None)
         self._handler = part("handler").Handler(self._store, None, place)
         optimizer = getattr(part("optim"), args.optimizer)(0.1)
         whole = spec.Shard(spec.Sharding.TABLE, 0, 1)

@@ -37,6 +37,7 @@ class MemoryChannel:
     def __init__(self, index: int, row_bytes: int) -> None:
         self.index = index
         self.address = f"memory {index}"
+        self.names: dict[int, str] = {}
         self._zeros = memoryview(bytearray(64 << 20))
         self._row_bytes = row_bytes
         self._ledger = Ledger(CLIENT)
@@ -61,6 +62,9 @@ class MemoryChannel:
 
     def abandon(self, pending: Pending) -> None:
         """Nothing is on its way."""
+
+    def take_refused(self) -> None:
+        """Nothing is refused."""
 
     def _reply(self, pending: Pending) -> list[Frame]:
         if pending.kind is not Kind.LOOKUP:

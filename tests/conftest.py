@@ -24,6 +24,7 @@ PATIENCE_S = 3.0
 # Set by libraries when they are first imported, or by pytest for each test.
 IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
+ATTACKS = Path(__file__).parent / "attack"
 SHM = Path("/dev/shm")
 LINUX = Path("/proc/self/fd").is_dir()
 
@@ -31,6 +32,13 @@ LINUX = Path("/proc/self/fd").is_dir()
 # interrupt a program would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave the attacks to ``make test-all``."""
+    for item in items:
+        if ATTACKS in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,14 @@ from paceline import errors
 # Name: (parent in our tree, the builtin it refines as well). From the docstring of errors.py.
 TREE = {
     "ConfigurationError": ("PacelineError", "ValueError"),
+    "ArgumentTypeError": ("ConfigurationError", "TypeError"),
     "UntrainableModuleError": ("ConfigurationError", "RuntimeError"),
     "UnknownHookError": ("ConfigurationError", "AttributeError"),
     "MeshError": ("ConfigurationError", "RuntimeError"),
     "SharedMemoryError": ("ConfigurationError", "RuntimeError"),
     "TensorsError": ("ConfigurationError", "RuntimeError"),
     "PlacementError": ("ConfigurationError", "RuntimeError"),
+    "ForeignWrapperError": ("ConfigurationError", "RuntimeError"),
     "TooLateError": ("ConfigurationError", "RuntimeError"),
     "GroupNotReadyError": ("PacelineError", "ValueError"),
     "PickleError": ("PacelineError", "RuntimeError"),
@@ -27,6 +29,7 @@ TREE = {
     "ParametersChangedError": ("PacelineError", "RuntimeError"),
     "StepError": ("PacelineError", "RuntimeError"),
     "UnusedParametersError": ("StepError", "RuntimeError"),
+    "SharedParametersError": ("StepError", "RuntimeError"),
     "GraphChangedError": ("StepError", "RuntimeError"),
     "ReadyTwiceError": ("StepError", "RuntimeError"),
     "NonFiniteGradientError": ("StepError", "ArithmeticError"),
@@ -56,6 +59,7 @@ TREE = {
     "ServerError": ("PacelineError", "RuntimeError"),
     "ServerLostError": ("ServerError", "ConnectionError"),
     "ServerRefusedError": ("ServerError", "RuntimeError"),
+    "PushRefusedError": ("ServerRefusedError", "RuntimeError"),
     "ServerKeyError": ("ServerError", "PermissionError"),
     "ServersClosedError": ("ServerError", "RuntimeError"),
     "IdRangeError": ("PacelineError", "IndexError"),
@@ -107,7 +111,7 @@ def test_docstring_draws_this_tree() -> None:
     drawn: dict[str, tuple[str, str | None]] = {}
     path: list[str] = ["PacelineError"]
     for line in (errors.__doc__ or "").splitlines():
-        if match := re.match(r"^([│├└─ ]+)(\w+Error)(?: \((\w+)\))?", line):
+        if match := re.match(r"^  ([│├└─ ]+)(\w+Error)(?: \((\w+)\))?", line):
             depth = len(match[1]) // 4
             path[depth:] = [match[2]]
             drawn[match[2]] = (path[depth - 1], match[3])

@@ -19,14 +19,24 @@ LAYERS = (
     {"buckets"},
     {"transport"},
     {"shm"},
+    {"liveness"},
     {"observe"},
-    {"config", "errors", "freed_memory", "gloo_threads", "torch_private", "types"},
+    {
+        "config",
+        "errors",
+        "forks",
+        "freed_memory",
+        "gloo_threads",
+        "last_words",
+        "torch_private",
+        "types",
+    },
 )
 HEIGHT = {part: len(LAYERS) - level for level, parts in enumerate(LAYERS) for part in parts}
 BOTTOM = LAYERS[-1]
 
 # Beside the layers: what users' tests import may not depend on what it tests.
-TESTING_MAY_IMPORT = {"errors"}
+TESTING_MAY_IMPORT = {"errors", "last_words"}
 # Entry points, which only hand on.
 FREE = {"__init__", "__main__", "autoload"}
 

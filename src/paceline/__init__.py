@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.autoload import register_backend
 from paceline.errors import (
+    ArgumentTypeError,
     AutogradGradError,
     BagsError,
     CollectiveError,
@@ -19,6 +20,7 @@ from paceline.errors import (
     ConfigurationError,
     ConveyorBrokenError,
     DesynchronizedError,
+    ForeignWrapperError,
     GatherError,
     GatherKeysError,
     GatherTypeError,
@@ -43,6 +45,7 @@ from paceline.errors import (
     PeerLostError,
     PickleError,
     PlacementError,
+    PushRefusedError,
     ReadyTwiceError,
     ReplicaCountError,
     ScatterDimError,
@@ -55,6 +58,7 @@ from paceline.errors import (
     ServerStartError,
     ServerStateError,
     SharedMemoryError,
+    SharedParametersError,
     SharedWriteError,
     StepError,
     TensorsError,
@@ -79,6 +83,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ArgumentTypeError",
     "AutogradGradError",
     "BagsError",
     "BucketStats",
@@ -91,6 +96,7 @@ __all__ = [
     "DataParallel",
     "DesynchronizedError",
     "DistributedDataParallel",
+    "ForeignWrapperError",
     "GatherError",
     "GatherKeysError",
     "GatherTypeError",
@@ -115,6 +121,7 @@ __all__ = [
     "PeerLostError",
     "PickleError",
     "PlacementError",
+    "PushRefusedError",
     "ReadyTwiceError",
     "ReplicaCountError",
     "ScatterDimError",
@@ -127,6 +134,7 @@ __all__ = [
     "ServerStateError",
     "ServersClosedError",
     "SharedMemoryError",
+    "SharedParametersError",
     "SharedWriteError",
     "StepError",
     "TensorsError",

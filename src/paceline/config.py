@@ -97,6 +97,11 @@ class ReducePolicy:
         """Whether parameters may go without a gradient."""
         return self.find_unused or self.static_graph
 
+    @cached_property
+    def searches_unused(self) -> bool:
+        """Whether each backward is asked which parameters it leaves out."""
+        return self.find_unused and not self.static_graph
+
 
 def parse_choice(kind: type[E], argument: str, value: str) -> E:
     """Turn a string argument into its enum member, or say what may be written.

@@ -1,56 +1,60 @@
-"""The whole exception tree. Every module raises from here; this module imports nothing.
+"""The whole exception tree. Every module raises from here; this module imports nothing::
 
-PacelineError
-├── ConfigurationError (ValueError)          an argument or a combination of arguments is wrong
-│   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
-│   ├── UnknownHookError (AttributeError)    there is no communication hook of that name
-│   ├── MeshError (RuntimeError)             a device mesh that does not fit
-│   ├── SharedMemoryError (RuntimeError)     transport="shm" was asked for and cannot be had
-│   ├── TensorsError (RuntimeError)          tensors that do not fit the collective they are for
-│   ├── PlacementError (RuntimeError)        a module or a replica is not where it has to be
-│   └── TooLateError (RuntimeError)          a setting that must come before training
-├── GroupNotReadyError (ValueError)          there is no process group to reduce over
-├── PickleError (RuntimeError)               this wrapper cannot be pickled, and why
-├── ModelMismatchError (RuntimeError)        ranks hold different models or buckets
-├── ParametersChangedError (RuntimeError)    the module gained parameters after it was wrapped
-├── StepError (RuntimeError)                 one step failed; the wrapper stays usable
-│   ├── UnusedParametersError                a backward ended and gradients were missing
-│   ├── GraphChangedError                    static_graph was promised and not kept
-│   ├── ReadyTwiceError                      a gradient arrived twice in one backward
-│   ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise"
-│   ├── GradientMismatchError                a gradient's dtype or layout is not the bucket's
-│   ├── HookResultError (TypeError)          a communication hook failed
-│   ├── HookInputError (TypeError)           a hook cannot work on gradients of this kind
-│   ├── ConveyorBrokenError                  an earlier bucket of this hook failed
-│   ├── AutogradGradError                    torch.autograd.grad took gradients away
-│   ├── PeerFailedError                      another rank's backward raised before it was done
-│   ├── DesynchronizedError                  ranks are in different steps, or weigh differently
-│   └── CollectiveError                      the group could not do what was asked of it
-│       ├── PeerLostError (ConnectionError)  a rank died, or left the group
-│       ├── CollectiveTimeoutError (TimeoutError)  a rank did not come before the deadline
-│       ├── CollectiveMismatchError          ranks brought different things to one collective
-│       ├── GroupAbortedError                abort() was called, or a rank was interrupted
-│       └── GroupClosedError                 the group was used after it was destroyed, or in a fork
-├── HookSignatureError (ValueError)          a hook does not take (state, bucket)
-├── HookNotCallableError (TypeError)         a hook is no function
-├── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
-├── ReplicaCountError (AssertionError)       not one input, kwargs and device for each replica
-├── ScatterError (RuntimeError)              inputs cannot be cut into one piece per replica
-│   └── ScatterDimError (IndexError)         a tensor does not have the dimension to cut along
-├── GatherError (RuntimeError)               outputs of replicas do not fit together
-│   ├── GatherKeysError (ValueError)         containers of different length or keys
-│   └── GatherTypeError (TypeError)          something that cannot be put together
-├── SharedWriteError (RuntimeError)          replicas wrote to a parameter whose memory they share
-├── ServerError (RuntimeError)               a parameter server did not do what was asked
-│   ├── ServerLostError (ConnectionError)    it did not answer in time, or came back without state
-│   ├── ServerRefusedError                   it refused a message, and says why
-│   ├── ServerKeyError (PermissionError)     it does not accept this trainer's key
-│   └── ServersClosedError                   used after close(), or in a forked child
-├── IdRangeError (IndexError)                an id that a table does not have
-├── BagsError (ValueError)                   ids, offsets or weights that are no bags
-├── ServerStartError (RuntimeError)          a parameter server cannot start, and why
-│   └── ServerStateError                     its files are damaged, or of another version
-└── NormInputError (ValueError)              an input that cannot be normalised over its batch
+  PacelineError
+  ├── ConfigurationError (ValueError)        an argument or a combination of arguments is wrong
+  │   ├── ArgumentTypeError (TypeError)      an argument is of a wrong type
+  │   ├── UntrainableModuleError (RuntimeError)  nothing to train, or not yet initialised
+  │   ├── UnknownHookError (AttributeError)  there is no communication hook of that name
+  │   ├── MeshError (RuntimeError)           a device mesh that does not fit
+  │   ├── SharedMemoryError (RuntimeError)   transport="shm" was asked for and cannot be had
+  │   ├── TensorsError (RuntimeError)        tensors that do not fit the collective they are for
+  │   ├── PlacementError (RuntimeError)      a module or a replica is not where it has to be
+  │   ├── ForeignWrapperError (RuntimeError) torch's own wrapper averages the same parameters
+  │   └── TooLateError (RuntimeError)        a setting that must come before training
+  ├── GroupNotReadyError (ValueError)        there is no process group to reduce over
+  ├── PickleError (RuntimeError)             this wrapper cannot be pickled, and why
+  ├── ModelMismatchError (RuntimeError)      ranks hold different models or buckets
+  ├── ParametersChangedError (RuntimeError)  the module gained parameters after it was wrapped
+  ├── StepError (RuntimeError)               one step failed; the wrapper stays usable
+  │   ├── UnusedParametersError              a backward ended and gradients were missing
+  │   ├── SharedParametersError              wrappers that share parameters differ in one backward
+  │   ├── GraphChangedError                  static_graph was promised and not kept
+  │   ├── ReadyTwiceError                    a gradient arrived twice in one backward
+  │   ├── NonFiniteGradientError (ArithmeticError)  NaN or infinity, with nonfinite="raise"
+  │   ├── GradientMismatchError              a gradient's dtype or layout is not the bucket's
+  │   ├── HookResultError (TypeError)        a communication hook failed
+  │   ├── HookInputError (TypeError)         a hook cannot work on gradients of this kind
+  │   ├── ConveyorBrokenError                an earlier bucket of this hook failed
+  │   ├── AutogradGradError                  torch.autograd.grad took gradients away
+  │   ├── PeerFailedError                    another rank's backward raised before it was done
+  │   ├── DesynchronizedError                ranks are in different steps, or weigh differently
+  │   └── CollectiveError                    the group could not do what was asked of it
+  │       ├── PeerLostError (ConnectionError)  a rank died, or left the group
+  │       ├── CollectiveTimeoutError (TimeoutError)  a rank did not come before the deadline
+  │       ├── CollectiveMismatchError        ranks brought different things to one collective
+  │       ├── GroupAbortedError              abort() was called, or a rank was interrupted
+  │       └── GroupClosedError               the group was used after it was destroyed, or in a fork
+  ├── HookSignatureError (ValueError)        a hook does not take (state, bucket)
+  ├── HookNotCallableError (TypeError)       a hook is no function
+  ├── HookAlreadyRegisteredError (RuntimeError)  a wrapper has one hook
+  ├── ReplicaCountError (AssertionError)     not one input, kwargs and device for each replica
+  ├── ScatterError (RuntimeError)            inputs cannot be cut into one piece per replica
+  │   └── ScatterDimError (IndexError)       a tensor does not have the dimension to cut along
+  ├── GatherError (RuntimeError)             outputs of replicas do not fit together
+  │   ├── GatherKeysError (ValueError)       containers of different length or keys
+  │   └── GatherTypeError (TypeError)        something that cannot be put together
+  ├── SharedWriteError (RuntimeError)        replicas wrote to a parameter whose memory they share
+  ├── ServerError (RuntimeError)             a parameter server did not do what was asked
+  │   ├── ServerLostError (ConnectionError)  it did not answer in time, or came back without state
+  │   ├── ServerRefusedError                 it refused a message, and says why
+  │   │   └── PushRefusedError               it refused earlier pushes, which nobody waits for
+  │   ├── ServerKeyError (PermissionError)   it does not accept this trainer's key
+  │   └── ServersClosedError                 used after close(), or in a forked child
+  ├── IdRangeError (IndexError)              an id that a table does not have
+  ├── BagsError (ValueError)                 ids, offsets or weights that are no bags
+  ├── ServerStartError (RuntimeError)        a parameter server cannot start, and why
+  │   └── ServerStateError                   its files are damaged, or of another version
+  └── NormInputError (ValueError)            an input that cannot be normalised over its batch
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.
 Rank, parameters and operation are attributes too, for programs.
@@ -90,6 +94,10 @@ class ConfigurationError(PacelineError, ValueError):
     """An argument, or a combination of arguments, cannot work."""
 
 
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument is of a type that cannot work."""
+
+
 class UntrainableModuleError(ConfigurationError, RuntimeError):
     """The module has nothing to train, or parameters that have no shape yet."""
 
@@ -112,6 +120,10 @@ class TensorsError(ConfigurationError, RuntimeError):
 
 class PlacementError(ConfigurationError, RuntimeError):
     """A module is not on the device of its first replica, or a device does not exist here."""
+
+
+class ForeignWrapperError(ConfigurationError, RuntimeError):
+    """torch's own DistributedDataParallel averages parameters of this wrapper as well."""
 
 
 class TooLateError(ConfigurationError, RuntimeError):
@@ -140,6 +152,10 @@ class StepError(PacelineError, RuntimeError):
 
 class UnusedParametersError(StepError):
     """A backward pass ended and some parameters had received no gradient."""
+
+
+class SharedParametersError(StepError):
+    """Two wrappers that share parameters treat their gradients differently in one backward."""
 
 
 class GraphChangedError(StepError):
@@ -221,7 +237,10 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks brought different sizes, dtypes, operations or collectives. The group goes on."""
+    """Ranks brought different sizes, dtypes, operations or collectives, and the group goes on.
+
+    Or they wait for each other in different collectives: then the group is over.
+    """
 
 
 class GroupAbortedError(CollectiveError):
@@ -320,6 +339,20 @@ class ServerRefusedError(ServerError):
         super().__init__(message, **facts)
         self.code = code
         self.id = id
+
+
+class PushRefusedError(ServerRefusedError):
+    """A server refused earlier pushes, of which nobody waits for the answer.
+
+    Attributes:
+        pushes: How many, of all servers.
+        rows: How many rows were in them.
+    """
+
+    def __init__(self, message: str, *, pushes: int = 0, rows: int = 0, **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.pushes = pushes
+        self.rows = rows
 
 
 class ServerKeyError(ServerError, PermissionError):

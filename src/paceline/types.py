@@ -44,6 +44,30 @@ class Reduction(Protocol):
         """
 
 
+class Messages(Protocol):
+    """What ranks send each other besides gradients. Every call is a collective, and blocks.
+
+    ``what`` is for errors: "broadcast of buffers". A rank that has died is named by PeerLostError.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+
+    def gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in rank order; all have one size and dtype."""
+
+    def broadcast(self, what: str, tensor: torch.Tensor, source: int) -> None:
+        """Copy one rank's tensor to all."""
+
+    def maximum(self, what: str, tensor: torch.Tensor) -> None:
+        """Replace each element by its maximum over all ranks."""
+
+
 class Transport(Protocol):
     """All that the reducer knows about how buckets travel.
 
@@ -66,6 +90,10 @@ class Transport(Protocol):
     @property
     def world(self) -> int:
         """How many ranks reduce with each other."""
+
+    @property
+    def messages(self) -> Messages:
+        """For what is no gradient."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return flat, zeroed memory for one bucket. Called in plan order on every rank."""

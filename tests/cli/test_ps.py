@@ -111,11 +111,11 @@ def test_serve_until_ctrl_c(tmp_path: Path) -> None:
 
 def start_here(settings: ServerSettings) -> None:
     from paceline.ps.handler import Handler
-    from paceline.ps.saving import SavePlace
+    from paceline.ps.save_place import SavePlace
     from paceline.ps.server import Server
     from paceline.ps.store import Store
 
-    Server(settings, Handler(Store(1, 1), None, SavePlace(None, False)), None).close()
+    Server(settings, Handler(Store(1, 1), None, SavePlace(None)), None).close()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ WEIGHTS = st.floats(0.0, 1e300, allow_nan=False)
 def rows(buckets: int) -> st.SearchStrategy[ControlRow | None]:
     flags = st.integers(0, 15).map(lambda bits: bits | Flag.PRESENT.value)
     late = st.tuples(*[U32] * buckets)
-    return st.none() | st.builds(ControlRow, flags, U32, WEIGHTS, late)
+    return st.none() | st.builds(ControlRow, flags, U32, WEIGHTS, late, U32)
 
 
 @given(st.data(), st.sampled_from(DTYPES), st.integers(1, 9), st.integers(1, 5))
@@ -33,8 +33,8 @@ def test_every_row_arrives_unchanged(
             layout.write(tail, rank, row)
         total += tail
     block = layout.read(total)
-    assert [row and (row.flags, row.step, row.weight) for row in block.rows] == [
-        row and (row.flags, row.step, row.weight) for row in sent
+    assert [row and (row.flags, row.step, row.weight, row.drift) for row in block.rows] == [
+        row and (row.flags, row.step, row.weight, row.drift) for row in sent
     ]
     present = [(rank, row) for rank, row in enumerate(sent) if row is not None]
     assert [rank for rank, _ in block.present()] == [rank for rank, _ in present]

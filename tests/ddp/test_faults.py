@@ -11,7 +11,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline import DistributedDataParallel as DDP
 from paceline import (
-    CollectiveError,
     HookResultError,
     PeerFailedError,
     PeerLostError,
     StepError,
 )
-from paceline import DistributedDataParallel as DDP
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
 
@@ -410,17 +408,19 @@ class TestInterrupts:
 
 
 class TestRankDies:
-    """A rank is killed; the others must not wait for ever, and must say what they were doing.
+    """A rank is killed; all others say which, and what they were doing, whatever it travels over.
 
     With three ranks gloo itself sometimes misses that a connection was closed (plain all_reduce
-    does, too); then it is the group's time-out that ends the wait.
+    does, too): the group's time-out is longer than these tests.
     """
 
     @staticmethod
-    def survivors(tmp_path: Path, run: Callable[[], None], ranks: int = 3) -> list[Exception]:
+    def survivors(tmp_path: Path, run: Callable[[], None], ranks: int = 3) -> list[PeerLostError]:
         """Run until rank 1 is dead; return what the others raised, and ended by."""
 
         def record() -> None:
+            if dist.get_rank() == 1:
+                (tmp_path / "pid").write_text(str(os.getpid()))
             error = caught(run)
             assert error is not None
             (tmp_path / f"{dist.get_rank()}").write_bytes(pickle.dumps(error))
@@ -431,23 +431,26 @@ class TestRankDies:
         outcomes = {failure.rank: failure.outcome for failure in failed.value.failures}
         assert outcomes.pop(1) is Outcome.EXITED
         assert set(outcomes.values()) == {Outcome.RAISED}, failed.value
-        return [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in sorted(outcomes)]
+        errors = [pickle.loads((tmp_path / f"{rank}").read_bytes()) for rank in sorted(outcomes)]
+        for error in errors:
+            assert isinstance(error, PeerLostError), error
+            assert (error.rank, error.pid) == (1, int((tmp_path / "pid").read_text()))
+            assert error.operation
+            assert error.operation in str(error)
+        return errors
 
     def test_in_backward(self, tmp_path: Path) -> None:
         def run() -> None:
-            ddp = wrap(2, process_group=impatient_group(), transport="c10d")
+            ddp = wrap(2, transport="c10d")
             if dist.get_rank() == 1:
                 ddp.module.middle.weight.register_hook(lambda _: die())
             ddp(batch(0)).sum().backward()
 
         for rank, error in zip((0, 2), self.survivors(tmp_path, run), strict=True):
-            assert isinstance(error, CollectiveError)
-            assert error.operation is not None
             assert error.operation.startswith("all_reduce of bucket")
-            assert error.operation in str(error)
             assert f"Rank {rank}" in str(error)
-            assert "c10d:gloo" in str(error)
-            assert "peer has probably died" in str(error)
+            assert "all_reduce over the process group" in str(error)
+            assert f"rank 1 (pid {error.pid} on {error.host}) has died" in str(error)
 
     def test_in_backward_in_shared_memory(self, tmp_path: Path) -> None:
         """The error says who has died, and comes long before the group's time-out."""
@@ -455,7 +458,6 @@ class TestRankDies:
         def run() -> None:
             ddp = wrap(2, transport="shm")
             if dist.get_rank() == 1:
-                (tmp_path / "pid").write_text(str(os.getpid()))
                 ddp.module.middle.weight.register_hook(lambda _: die())
             ddp(batch(0)).sum().backward()
 
@@ -463,36 +465,31 @@ class TestRankDies:
         errors = self.survivors(tmp_path, run)
         assert time.monotonic() - began < 20
         for rank, error in zip((0, 2), errors, strict=True):
-            assert isinstance(error, PeerLostError)
-            assert error.rank == 1
-            assert error.pid == int((tmp_path / "pid").read_text())
-            assert error.operation is not None
             assert re.fullmatch(r"all_reduce of bucket \d+ in step 2", error.operation)
             assert str(error).startswith(f"{error.operation}: Rank {rank}: all_reduce #")
             assert "has died" in str(error)
 
+    @pytest.mark.parametrize("transport", ["shm", "c10d"])
     @pytest.mark.parametrize("warm", [0, 1, 2])
-    def test_before_backward(self, tmp_path: Path, warm: int) -> None:
+    def test_before_backward(self, tmp_path: Path, warm: int, transport: str) -> None:
         """The second step's backward begins with an agreement on buckets: it fails there."""
 
         def run() -> None:
-            ddp = wrap(warm, process_group=impatient_group())
+            ddp = wrap(warm, transport=transport)
             loss = ddp(batch(0)).sum()
             if dist.get_rank() == 1:
                 die()
             loss.backward()
 
-        for error in self.survivors(tmp_path, run, ranks=2):
-            assert isinstance(error, CollectiveError)
-            assert error.operation
-            assert error.operation in str(error)
+        self.survivors(tmp_path, run)
 
-    def test_with_a_communication_hook(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("transport", ["shm", "c10d"])
+    def test_with_a_communication_hook(self, tmp_path: Path, transport: str) -> None:
         def hook(group, bucket):  # type: ignore[no-untyped-def]
             return group.allreduce([bucket.buffer()]).get_future()
 
         def run() -> None:
-            ddp = wrap(0, process_group=impatient_group())
+            ddp = wrap(0, transport=transport)
             ddp.register_comm_hook(ddp.process_group, hook)
             good_step(ddp)
             good_step(ddp)
@@ -500,12 +497,7 @@ class TestRankDies:
                 ddp.module.middle.weight.register_hook(lambda _: die())
             ddp(batch(0)).sum().backward()
 
-        for error in self.survivors(tmp_path, run, ranks=2):
-            assert isinstance(error, CollectiveError)
-
-
-def impatient_group() -> dist.ProcessGroup:
-    return dist.new_group(timeout=timedelta(seconds=3))
+        self.survivors(tmp_path, run)
 
 
 def die() -> None:

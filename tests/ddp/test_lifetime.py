@@ -323,8 +323,14 @@ class TestSteadyState:
             assert grown < 10 * gradient_bytes
 
     def test_no_thread_is_left(self) -> None:
-        def tasks() -> int:
-            return len(os.listdir("/proc/self/task"))
+        def tasks(expected: int = 0) -> int:
+            """A thread that was joined is in the kernel's list for a moment longer."""
+            until_s = time.monotonic() + 30
+            while True:
+                found = len(os.listdir("/proc/self/task"))
+                if found <= expected or not expected or time.monotonic() > until_s:
+                    return found
+                time.sleep(0.01)
 
         def life() -> None:
             ddp = DDP(build())
@@ -335,10 +341,10 @@ class TestSteadyState:
             life()  # what torch and gloo start, they start once
             before = tasks()
             life()
-            return before, tasks(), threading.active_count()
+            return before, tasks(before), threading.active_count()
 
         for before, after, python_threads in run_ranks(2, run):
-            assert after == before
+            assert after <= before
             assert python_threads == 1
 
 

@@ -59,3 +59,34 @@ def test_traced_without_a_warning() -> None:
         assert_close(gradients(around), gradients(plain))
 
     run_ranks(2, on_rank, timeout_s=150)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
+    """A whole step; every second one accumulates first."""
+    optimizer.zero_grad()
+    if number % 2:
+        with model.no_sync():
+            model(batch(number + 50)).square().mean().backward()
+    value = model(batch(number)).square().mean()
+    value.backward()
+    optimizer.step()
+    return value.detach()
+
+
+def compare_whole_steps() -> None:
+    warnings.simplefilter("ignore")  # torch's own, about graph breaks
+    plain, ddp = DDP(mlp(4)), DDP(mlp(4))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ddp)]
+    compiled = torch.compile(train_step, backend="eager")
+    for number in range(6):
+        expected = train_step(plain, optimizers[0], number)
+        with torch._dynamo.config.patch(compiled_autograd=number >= 3):
+            found = compiled(ddp, optimizers[1], number)
+        torch.testing.assert_close(found, expected)
+        assert_close(gradients(ddp), gradients(plain))
+
+
+@pytest.mark.timeout(300)
+def test_a_whole_step_in_one_compiled_function() -> None:
+    """The backward runs under the compiler's eyes, and our hooks in it."""
+    run_ranks(2, compare_whole_steps, timeout_s=240)

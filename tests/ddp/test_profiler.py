@@ -1,4 +1,4 @@
-"""Reductions in shared memory are there for torch's profilers to see."""
+"""Reductions in shared memory are there for torch's profilers to see, with their sizes."""
 
 from __future__ import annotations
 
@@ -48,3 +48,27 @@ def start_and_stop(times: int) -> int:
 def test_a_profiler_may_stop_at_once() -> None:
     first, second = run_ranks(2, start_and_stop, 30)
     assert first == second > 200
+
+
+def sizes(transport: str, bucket_cap_mb: float) -> tuple[list[int], list[int]]:
+    """Return how large the reductions are that a profiler sees, and how large they have to be."""
+    layers = nn.Sequential(*[nn.Linear(100, 100) for _ in range(4)])
+    ddp = DDP(layers, transport=transport, bucket_cap_mb=bucket_cap_mb)
+    for _ in range(2):
+        ddp(torch.ones(2, 100)).sum().backward()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
+        ddp(torch.ones(2, 100)).sum().backward()
+    name = "c10d::allreduce_" if transport == "shm" else "gloo:all_reduce"
+    seen = [event.input_shapes for event in profile.events() if event.name == name]
+    return [shape[0] for (shape,) in seen], [bucket.spec.numel for bucket in ddp.reducer.buckets]
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("bucket_cap_mb", [0.03, 25])
+def test_every_reduction_has_its_size(transport: str, bucket_cap_mb: float) -> None:
+    for seen, expected in run_ranks(2, sizes, transport, bucket_cap_mb):
+        assert seen[:-1] == expected[:-1]
+        assert 0 <= seen[-1] - expected[-1] < 100  # the control block travels with the last one
+        assert len(seen) == (4 if bucket_cap_mb < 1 else 1)

@@ -227,7 +227,9 @@ def test_exceptions_keep_type_arguments_and_traceback_and_name_the_replica() -> 
     error = caught.value
     assert (error.args, error.detail) == ((7,), "x")
     assert isinstance(error.__cause__, KeyError)
-    assert error.__notes__ == ["Raised by replica 1 of 2, on cpu."]
+    assert error.__notes__ == [
+        "Caught Odd in replica 1 on device cpu. Raised by replica 1 of 2, on cpu."
+    ]
     assert caught.traceback[-1].name == "forward"
     assert "raise Odd" in str(caught.traceback[-1].statement)
     assert torch.equal(model(torch.zeros(2)), torch.zeros(2))
@@ -276,7 +278,7 @@ def test_system_exit_reaches_the_caller() -> None:
     ],
 )
 def test_lengths_must_agree(inputs: Any, kwargs: Any, devices: Any, name: str) -> None:
-    with pytest.raises(AssertionError, match=f"2 modules and 1 {name}") as caught:
+    with pytest.raises(AssertionError, match=f"modules 2 is not .* number of {name} 1") as caught:
         paceline.parallel_apply([abs, abs], inputs, kwargs, devices)
     assert isinstance(caught.value, paceline.ReplicaCountError)
 

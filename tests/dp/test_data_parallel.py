@@ -297,7 +297,7 @@ def test_without_accelerators_torchs_arguments_run_the_module_as_it_is() -> None
         assert paceline.DataParallel(model, [0, 1]).device_ids == []
     assert torch.equal(paceline.DataParallel(model, [])(x), model(x))
     for ids in (None, []):
-        with pytest.raises(RuntimeError, match="no device to run on"):
+        with pytest.raises(RuntimeError, match="no available devices were found"):
             paceline.data_parallel(model, x, ids)
 
 

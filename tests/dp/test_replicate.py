@@ -135,7 +135,7 @@ def test_a_script_module_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         script = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(RuntimeError, match="inner is a ScriptModule"):
+    with pytest.raises(RuntimeError, match="children of ScriptModule: inner"):
         paceline.replicate(nn.ModuleDict({"inner": script}), CPUS)
 
 

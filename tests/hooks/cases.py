@@ -151,7 +151,8 @@ def quantized(**options: Any) -> Callable[[], tuple[Any, Any]]:
 
 
 def power_sgd(hook: Any, **options: Any) -> Callable[[], tuple[Any, Any]]:
-    settings = {"start_powerSGD_iter": 0, "min_compression_rate": 1} | options
+    early = {"start_powerSGD_iter": 0, "compresses_first_steps": True}
+    settings = early | {"min_compression_rate": 1} | options
     return lambda: (hooks.PowerSGDState(None, **settings), hook)
 
 
@@ -212,7 +213,7 @@ CASES = {
     ),
     "powersgd in bf16": Case(
         lambda: (
-            hooks.PowerSGDState(None, start_powerSGD_iter=0),
+            hooks.PowerSGDState(None, start_powerSGD_iter=0, compresses_first_steps=True),
             hooks.bf16_compress_wrapper(hooks.powerSGD_hook),
         ),
         lambda v: length_of_mean(v) * (1 + 2**-5),

@@ -23,7 +23,10 @@ TURNS = 3
 
 
 def power_sgd(hook: Any, rank: int = 1) -> Any:
-    return lambda: (hooks.PowerSGDState(None, rank, start_powerSGD_iter=0), hook)
+    return lambda: (
+        hooks.PowerSGDState(None, rank, start_powerSGD_iter=0, compresses_first_steps=True),
+        hook,
+    )
 
 
 MAKE: dict[str, Any] = {

@@ -305,7 +305,8 @@ def parameter_names(function: Any) -> list[tuple[str, Any]]:
     return [
         (name, p.default)
         for name, p in inspect.signature(function).parameters.items()
-        if name != "process_group"  # ours may be left out
+        # Our process_group may be left out; what ours have beyond torch's is given by name.
+        if name != "process_group" and p.kind is not p.KEYWORD_ONLY
     ]
 
 

@@ -27,7 +27,11 @@ HOOKS: dict[str, dict[str, Any]] = {
     "sign": {},
     "powersgd": {"start_powerSGD_iter": 2},
     "powersgd later": {"start_powerSGD_iter": 6},
-    "powersgd cold": {"start_powerSGD_iter": 1, "warm_start": False},
+    "powersgd cold": {
+        "start_powerSGD_iter": 1,
+        "warm_start": False,
+        "compresses_first_steps": True,
+    },
     "batched_powersgd": {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2},
     "topk": {"ratio": 0.1},
     "topk with momentum": {"ratio": 0.05, "momentum": 0.9, "warmup_steps": 6},

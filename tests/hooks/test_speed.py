@@ -17,6 +17,8 @@ from benchmarks.powersgd_compress import ratios, run_rank
 from paceline.testing import run_ranks
 from paceline.testing.hosts import hosts_unavailable_reason
 
+# They judge speed, so they want the machine for themselves.
+pytestmark = pytest.mark.slow
 REASON = hosts_unavailable_reason()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 ATTEMPTS = 3
@@ -37,12 +39,12 @@ def until_met(attempt: Callable[[], dict[str, tuple[float, float]]]) -> None:
 
 
 @needs_hosts
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_hooks_over_1_gbit() -> None:
     names = ["no hook", "int8", "fp16", "torch's fp16", "powersgd", "torch's powersgd"]
 
     def attempt() -> dict[str, tuple[float, float]]:
-        samples = measure("mlp", names, ["1gbit"], rounds=4, timeout_s=90)["1gbit"]
+        samples = measure("mlp", names, ["1gbit"], rounds=4, timeout_s=250)["1gbit"]
         best = {name: best_ms(samples, name) for name in names}
         return {
             "int8 over no hook": (best["no hook"] / best["int8"], 2.0),
@@ -55,10 +57,10 @@ def test_hooks_over_1_gbit() -> None:
 
 
 @needs_hosts
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_int8_over_100_mbit() -> None:
     def attempt() -> dict[str, tuple[float, float]]:
-        samples = measure("mlp", ["no hook", "int8"], ["100mbit"], rounds=1, timeout_s=90)
+        samples = measure("mlp", ["no hook", "int8"], ["100mbit"], rounds=1, timeout_s=250)
         best = {name: best_ms(samples["100mbit"], name) for name in ("no hook", "int8")}
         return {"int8 over no hook": (best["no hook"] / best["int8"], 3.0)}
 

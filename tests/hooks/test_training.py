@@ -20,6 +20,7 @@ from paceline.testing import run_ranks
 from tests.hooks.together import run_together
 
 WRAPPERS = {"paceline": DDP, "torch": TorchDDP}
+EARLY: dict[str, Any] = {"compresses_first_steps": True}
 # With the relative error of a whole gradient that one step may have.
 NAMES: dict[str, tuple[dict[str, Any], float]] = {
     "fp16": ({}, 1e-3),
@@ -27,7 +28,7 @@ NAMES: dict[str, tuple[dict[str, Any], float]] = {
     "int8": ({}, 0.03),
     "e4m3": ({}, 0.06),
     "e5m2": ({}, 0.12),
-    "powersgd": ({"start_powerSGD_iter": 0, "matrix_approximation_rank": 16}, 1e-3),
+    "powersgd": ({"start_powerSGD_iter": 0, **EARLY, "matrix_approximation_rank": 16}, 1e-3),
     "topk": ({"ratio": 1.0}, 1e-5),
 }
 
@@ -137,12 +138,15 @@ LATE: dict[str, Callable[[], tuple[Any, Any]]] = {
     "sign": lambda: (hooks.QuantizedState(wire="sign", block=8), hooks.quantized_hook),
     "int8, stochastic": lambda: (hooks.QuantizedState(stochastic=True), hooks.quantized_hook),
     "topk": lambda: (hooks.TopKState(ratio=0.25), hooks.topk_hook),
-    "powersgd": lambda: (hooks.PowerSGDState(None, 2, 0), hooks.powerSGD_hook),
-    "batched powersgd": lambda: (hooks.PowerSGDState(None, 8, 0), hooks.batched_powerSGD_hook),
+    "powersgd": lambda: (hooks.PowerSGDState(None, 2, 0, **EARLY), hooks.powerSGD_hook),
+    "batched powersgd": lambda: (
+        hooks.PowerSGDState(None, 8, 0, **EARLY),
+        hooks.batched_powerSGD_hook,
+    ),
     "per tensor": lambda: (None, hooks.quantization_pertensor_hook),
     "per channel": lambda: (None, hooks.quantization_perchannel_hook),
     "powersgd in fp16": lambda: (
-        hooks.PowerSGDState(None, 2, 0),
+        hooks.PowerSGDState(None, 2, 0, **EARLY),
         hooks.fp16_compress_wrapper(hooks.powerSGD_hook),
     ),
     "topk in bf16": lambda: (

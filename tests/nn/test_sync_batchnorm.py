@@ -107,7 +107,7 @@ def test_all_ranks_empty() -> None:
 def test_one_value_over_all_ranks_raises_on_every_rank() -> None:
     def train() -> str:
         layer = SyncBatchNorm(3)
-        with pytest.raises(ValueError, match="more than one value per channel") as caught:
+        with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
             layer(torch.randn(1 - dist.get_rank(), 3))
         return type(caught.value).__name__
 
@@ -117,7 +117,7 @@ def test_one_value_over_all_ranks_raises_on_every_rank() -> None:
 @pytest.mark.parametrize(
     ("shape", "text"),
     [
-        ((3,), "at least 2 dimensions"),
+        ((3,), "at least 2D input"),
         ((2, 0), "has 0"),
         ((2, 4), r"3 channels.*dimension 1 has 4"),
     ],

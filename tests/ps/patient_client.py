@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.ps.spec import TableSpec
-from paceline.ps.wire import Frame, Kind, pack_control
+from paceline.ps.wire import Frame, Kind, Message, pack_control, read_head
 from tests.ps.raw_client import RawClient, attach_frames, rows_frames
 
 SPEC = TableSpec("sums", 1000, 4)
@@ -44,6 +44,14 @@ class PatientClient(RawClient):
     def send_again(self) -> None:
         """Send the last message once more without asking: applied or not, it counts once."""
         self.socket.send_multipart(self._open)
+
+    def ask(self, frames: Sequence[Frame]) -> Message:
+        """Answers to earlier messages, HELLO above all, may come first."""
+        request = read_head(frames[0])[0].request
+        answer = super().ask(frames)
+        while answer.head.request != request:
+            answer = self.receive()
+        return answer
 
     def finish(self, is_alive: Callable[[], bool] = lambda: True) -> None:
         """Wait until the last message is acknowledged; say HELLO and send it again if need be."""

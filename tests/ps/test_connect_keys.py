@@ -29,3 +29,17 @@ def test_keys_are_needed_and_a_wrong_one_is_named(tmp_path: Path) -> None:
         assert time.monotonic() - start_s < 15
         with pytest.raises(ServerError):
             ps.connect([address], timeout_s=1)
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_the_key_of_another_server_is_named(tmp_path: Path) -> None:
+    """The server cannot even read what is encrypted for another one, and just hangs up."""
+    server, _ = make_keys(tmp_path / "keys")
+    _, strange = make_keys(tmp_path / "others")
+    with tcp_server(server, tmp_path) as address:
+        with pytest.raises(ServerKeyError, match="the key does not fit") as caught:
+            ps.connect([address], keys=strange, timeout_s=60)
+        assert caught.value.address == address
+    log = (tmp_path / "log").read_text()
+    assert "its keys do not fit this server" in log
+    assert len(log.splitlines()) < 10

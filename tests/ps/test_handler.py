@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import ps
 from paceline.ps.handler import Handler, Later
-from paceline.ps.saving import SavePlace
+from paceline.ps.save_place import SavePlace
 from paceline.ps.spec import Init, Shard, Sharding, Start, TableSpec
 from paceline.ps.store import Store
 from paceline.ps.wire import (
@@ -40,7 +40,7 @@ class Direct:
 
     def __init__(self, max_bytes: int = 1 << 30, max_reply_bytes: int = 1 << 20) -> None:
         self.store = Store(max_bytes, max_reply_bytes)
-        self.handler = Handler(self.store, None, SavePlace(None, is_open=False))
+        self.handler = Handler(self.store, None, SavePlace(None))
         self.sequence = 0
 
     def head(self, kind: Kind) -> Head:

@@ -12,8 +12,8 @@ import torch
 from paceline.errors import ServerStateError
 from paceline.ps.durable import Durable
 from paceline.ps.handler import Handler
-from paceline.ps.journal import Journal, read_journal
-from paceline.ps.saving import SavePlace
+from paceline.ps.journal import Journal, has_records, read_journal
+from paceline.ps.save_place import SavePlace
 from paceline.ps.spec import TableSpec
 from paceline.ps.store import Store
 from paceline.ps.wire import Head, Kind
@@ -34,8 +34,8 @@ def write(path: Path) -> list[int]:
     return ends
 
 
-def read(path: Path, is_last: bool = True) -> list[list[bytes]]:
-    return [[bytes(frame) for frame in frames] for frames in read_journal(path, 3, is_last)]
+def read(path: Path, may_be_torn: bool = True) -> list[list[bytes]]:
+    return [[bytes(frame) for frame in frames] for frames in read_journal(path, 3, may_be_torn)]
 
 
 def test_comes_back_and_can_be_continued(tmp_path: Path) -> None:
@@ -59,22 +59,34 @@ def test_cut_at_every_byte(tmp_path: Path) -> None:
         assert path.stat().st_size == kept, f"cut at {length}"
 
 
-def test_any_changed_byte_is_seen(tmp_path: Path) -> None:
-    """Never other records than were written: an error, or the last one is taken for torn."""
+def test_any_changed_byte_is_damage(tmp_path: Path) -> None:
+    """In the last record too, which was perhaps acknowledged: nothing is cut off."""
     path = tmp_path / "journal"
-    ends = write(path)
+    write(path)
     whole = path.read_bytes()
     for place in range(len(whole)):
         changed = bytearray(whole)
         changed[place] ^= 0x55
         path.write_bytes(changed)
-        try:
-            found = read(path)
-        except ServerStateError:
-            assert path.read_bytes() == changed, "nothing was cut off"
-        else:
-            assert place >= ends[2], "only the last record can be taken for torn"
-            assert found == RECORDS[:2]
+        with pytest.raises(ServerStateError):
+            read(path)
+        assert path.read_bytes() == changed
+
+
+@pytest.mark.parametrize("lost", [slice(1024, 1536), slice(1536, None), slice(512, 2048)])
+def test_a_sector_that_was_never_written(lost: slice, tmp_path: Path) -> None:
+    """The machine stopped: the file has its length, and zeros where the disk was not yet."""
+    path = tmp_path / "journal"
+    journal = Journal(path, 3, fsync=False)
+    journal.append([b"one"])
+    kept = path.stat().st_size
+    journal.append([b"x" * 2000])
+    journal.close()
+    data = bytearray(path.read_bytes())
+    data[lost] = bytes(len(data[lost]))
+    path.write_bytes(data)
+    assert read(path) == [[b"one"]]
+    assert path.stat().st_size == kept
 
 
 def test_zeros_at_the_end_are_a_crash_of_the_machine(tmp_path: Path) -> None:
@@ -87,12 +99,22 @@ def test_zeros_at_the_end_are_a_crash_of_the_machine(tmp_path: Path) -> None:
     assert path.stat().st_size == size
 
 
+def test_a_machine_that_stopped_may_leave_a_head_of_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(bytes(5000))
+    assert not has_records(path)
+    assert read(path) == []
+    write(path)
+    assert has_records(path)
+    assert read(path) == RECORDS
+
+
 def test_only_the_last_journal_may_be_torn(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     write(path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ServerStateError, match="damaged at byte"):
-        read(path, is_last=False)
+        read(path, may_be_torn=False)
 
 
 def test_a_full_disk_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +122,7 @@ def test_a_full_disk_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = TableSpec("t", 10, 4)
     store = Store(1 << 20, 1 << 20)
     durable = Durable(tmp_path, store, fsync=False)
-    handler = Handler(store, durable, SavePlace(None, is_open=False))
+    handler = Handler(store, durable, SavePlace(None))
     client = bytes(16)
     handler.answer(attach_frames(Head(Kind.ATTACH, 1, client, 1), spec))
 

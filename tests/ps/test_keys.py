@@ -75,6 +75,22 @@ def test_open_or_missing_or_wrong_keys(tmp_path: Path) -> None:
         read_client_keys(client)
 
 
+@pytest.mark.parametrize("name", ["server", "server/clients", "server/clients/client.pub"])
+def test_who_could_change_the_keys_could_let_itself_in(name: str, tmp_path: Path) -> None:
+    server, _ = make_keys(tmp_path)
+    (tmp_path / name).chmod((tmp_path / name).stat().st_mode | 0o020)
+    with pytest.raises(ConfigurationError, match=f"others can change .*{name}"):
+        read_server_keys(server)
+
+
+@pytest.mark.parametrize("name", ["client", "client/server.pub"])
+def test_who_could_change_the_servers_key_could_take_its_place(name: str, tmp_path: Path) -> None:
+    _, client = make_keys(tmp_path)
+    (tmp_path / name).chmod((tmp_path / name).stat().st_mode | 0o002)
+    with pytest.raises(ConfigurationError, match=f"others can change .*{name}"):
+        read_client_keys(client)
+
+
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     server, client = make_keys(tmp_path)
     for keys in (read_server_keys(server), read_client_keys(client)):
@@ -126,7 +142,7 @@ def test_only_listed_keys_enter(tmp_path: Path) -> None:
             assert honest.lookup(0, SPEC, [1])[0, 0] == number
     log = (tmp_path / "log").read_text()
     assert "its key is not in the server's clients/ directory" in log
-    assert "it does not speak as expected" in log
+    assert "its keys do not fit this server" in log
     for secret in (good.secret, bad.secret, read_server_keys(server).secret):
         assert secret.decode() not in log
 

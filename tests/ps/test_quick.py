@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from paceline.ps.durable import Durable
 from paceline.ps.handler import Handler, Later
 from paceline.ps.quick import MOST_BYTES, QuickPush
 from paceline.ps.refusal import Refusal
-from paceline.ps.saving import SavePlace
+from paceline.ps.save_place import SavePlace
 from paceline.ps.spec import Init, Shard, Sharding, Start, TableSpec
 from paceline.ps.store import Store
 from paceline.ps.wire import (
@@ -36,6 +35,7 @@ from paceline.ps.wire import (
     pack_section,
     unpack,
 )
+from tests.ps.forsaken import forsake
 
 pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
 
@@ -70,7 +70,7 @@ class Way:
         for spec, shard in TABLES:
             self.store.create(spec, shard)
         self.durable = None if directory is None else Durable(directory, self.store, fsync=False)
-        place = SavePlace(None, is_open=False)
+        place = SavePlace(None)
         self.handler = Handler(self.store, self.durable, place)
 
     def keep(self) -> None:
@@ -387,8 +387,7 @@ def test_a_journal_is_replayed_either_way(tmp_path: Path, natively: bool) -> Non
         answer = first.ask(plain(Kind.PUSH, [*PLAIN, 9], sequence))
         assert unpack(answer).head.kind is Kind.DONE
         assert unpack(first.ask(plain(Kind.PUSH, [*PLAIN, 9], sequence))).head.kind is Kind.DONE
-    first.durable._journal.close()  # killed: no snapshot
-    os.close(first.durable._lock)
+    forsake(first.durable)
     second = Way(ways[1], tmp_path)
     assert second.durable is not None
     try:

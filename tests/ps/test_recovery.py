@@ -113,7 +113,9 @@ def test_every_place_is_tried() -> None:
 @pytest.mark.usefixtures("fork_server")
 def test_killed_in_a_load(tmp_path: Path) -> None:
     """It comes back as it was before, and does it when it is asked again."""
-    settings = ServerSettings(f"ipc://{tmp_path / 'socket'}", tmp_path / "state")
+    settings = ServerSettings(
+        f"ipc://{tmp_path / 'socket'}", tmp_path / "state", save_root=tmp_path
+    )
     with PatientClient(settings.address) as client:
         with running(settings, Place.LOADED) as process:
             client.attach_patiently()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,16 @@ import torch
 from safetensors.torch import load_file
 
 from paceline import ps
+from paceline.ps import saved
+from paceline.ps.loading import build_aside, find_save
 from paceline.ps.refusal import Code, Refusal
-from paceline.ps.saving import SavePlace, prepare_load, save_job
+from paceline.ps.save_place import SavePlace
+from paceline.ps.saving import save_job, tidy_job
 from paceline.ps.sharding import owners
 from paceline.ps.spec import Shard, Sharding, TableSpec
 from paceline.ps.store import Store
 from paceline.ps.table import Table
+from paceline.ps.tensor_file import CHECKSUM, open_tensors, write_tensors
 from paceline.ps.wire import Kind, pack_control
 from tests.ps.raw_client import RawClient, rows_frames
 
@@ -29,6 +34,7 @@ LAYOUTS = {
     "hash-5": (Sharding.HASH, 5),
     "range-3": (Sharding.RANGE, 3),
 }
+ID = "0123456789abcdef"
 SPEC = TableSpec("a/b ü", ROWS, DIM, optimizer=ps.Adam(0.1))
 
 
@@ -38,6 +44,10 @@ def cluster(spec: TableSpec, layout: str) -> list[Store]:
     for index, store in enumerate(stores):
         store.create(spec, Shard(sharding, index, count))
     return stores
+
+
+def load(store: Store, directory: Path) -> None:
+    build_aside(store, find_save(store, directory))()
 
 
 def mine(table: Table, ids: np.ndarray) -> np.ndarray:
@@ -74,10 +84,10 @@ def test_reshard(before: str, after: str, tmp_path: Path) -> None:
     for seed in range(3):
         train(old, seed)
     for store in old:
-        save_job(store, tmp_path)()
+        save_job(store, tmp_path, ID)()
     train(new, 99)  # is overwritten
     for store in new:
-        prepare_load(store, tmp_path)()
+        load(store, tmp_path)
     assert torch.equal(rows(new), rows(old))
     train(old, 7)
     train(new, 7)
@@ -88,7 +98,7 @@ def test_reshard(before: str, after: str, tmp_path: Path) -> None:
 def test_files_are_plain_safetensors(tmp_path: Path) -> None:
     (store,) = cluster(SPEC, "whole")
     train([store], 0)
-    named = save_job(store, tmp_path)()["files"]
+    named = save_job(store, tmp_path, ID)()["files"]
     tensors = load_file(tmp_path / named[0])
     assert set(tensors) == {"ids", "rows", "state.exp_avg", "state.exp_avg_sq"}
     assert torch.equal(tensors["rows"], rows([store])[tensors["ids"]])
@@ -100,41 +110,150 @@ def test_files_are_plain_safetensors(tmp_path: Path) -> None:
 
 def test_an_empty_table_is_saved_too(tmp_path: Path) -> None:
     (store,) = cluster(SPEC, "whole")
-    save_job(store, tmp_path)()
+    save_job(store, tmp_path, ID)()
     train([store], 0)
-    prepare_load(store, tmp_path)()
+    load(store, tmp_path)
     assert store.tables[0].count == 0
     assert store.tables[0].step == 0
 
 
 def refusal_of(store: Store, directory: Path) -> str:
     with pytest.raises(Refusal) as caught:
-        prepare_load(store, directory)
+        find_save(store, directory)
     assert caught.value.code is Code.LOAD
     return caught.value.text
+
+
+def rewrite(path: Path, **changes: str) -> None:
+    """A file with other metadata, and the right checksum."""
+    with open_tensors(path) as file:
+        metadata = {name: text for name, text in file.metadata.items() if name != CHECKSUM}
+        tensors = {name: file.whole(name) for name in file.names}
+    write_tensors(path, tensors, {**metadata, **changes})
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     old = cluster(SPEC, "hash-2")
     train(old, 0)
-    assert "there is no table 'a/b ü'" in refusal_of(old[0], tmp_path)
-    first, second = (tmp_path / save_job(store, tmp_path)()["files"][0] for store in old)
+    assert "there is no manifest" in refusal_of(old[0], tmp_path)
+    first, second = (tmp_path / save_job(store, tmp_path, ID)()["files"][0] for store in old)
     before = rows(old)
     whole = second.read_bytes()
     second.write_bytes(whole[:-8])
-    assert f"{second.name} is no complete safetensors file" in refusal_of(old[0], tmp_path)
+    assert f"{second.name} is damaged: its checksum says" in refusal_of(old[0], tmp_path)
     second.unlink()
-    assert "shard 1 of 2 is missing" in refusal_of(old[0], tmp_path)
-    second.write_bytes(whole.replace(b'"version": "1"', b'"version": "9"'))
+    assert f"{second.name} is listed in a manifest, and missing" in refusal_of(old[0], tmp_path)
+    second.write_bytes(whole)
+    rewrite(second, version="9")
     assert "is of version 9" in refusal_of(old[0], tmp_path)
     second.write_bytes(whole)
     other = TableSpec(SPEC.name, ROWS, DIM + 1, optimizer=ps.Adam())
     assert "was saved as" in refusal_of(cluster(other, "whole")[0], tmp_path)
+    new = TableSpec("new", ROWS, DIM)
+    assert "there is no table 'new' in it" in refusal_of(cluster(new, "whole")[0], tmp_path)
+    second.rename(tmp_path / "aside")
+    second.write_bytes(first.read_bytes())
+    assert f"{second.name} has shard 0: files were renamed" in refusal_of(old[0], tmp_path)
+    (tmp_path / "aside").rename(second)
     for store in cluster(SPEC, "range-3")[:1]:
-        save_job(store, tmp_path)()
+        save_job(store, tmp_path, ID)()
     assert "from several saves" in refusal_of(old[0], tmp_path)
     assert torch.equal(rows(old), before), "nothing has changed"
     assert first.exists()
+
+
+def saved_value(store: Store, directory: Path) -> float:
+    """The sum of this server's part of the last complete save; the store is not changed."""
+    fresh = Store(1 << 30, 1 << 30)
+    for table in store.tables:
+        fresh.create(table.spec, table.shard)
+    load(fresh, directory)
+    return total(fresh)
+
+
+def total(store: Store) -> float:
+    return float(store.tables[0].storage.kept()[0].sum())
+
+
+def test_a_save_that_is_not_complete_is_as_if_it_had_never_been(tmp_path: Path) -> None:
+    """One of two servers has saved again: what both had saved before is loaded."""
+    stores = cluster(SPEC, "hash-2")
+    train(stores, 0)
+    for store in stores:
+        save_job(store, tmp_path, ID)()
+    before = saved_value(stores[0], tmp_path)
+    train(stores, 1)
+    later = ID[::-1]
+    save_job(stores[0], tmp_path, later)()
+    with pytest.raises(ValueError, match="shard 1 of 2 is missing"):
+        tidy_job(stores[0], tmp_path, later)()
+    assert saved_value(stores[0], tmp_path) == before
+    save_job(stores[1], tmp_path, later)()
+    assert saved_value(stores[0], tmp_path) == total(stores[0]) != before
+    (tmp_path / f"{next(tmp_path.glob('*0001-of-0002*')).name}.partial").touch()
+    for store in stores:
+        tidy_job(store, tmp_path, later)()
+    assert len(list(tmp_path.iterdir())) == 4
+    assert all(later in path.name for path in tmp_path.iterdir())
+    assert saved_value(stores[0], tmp_path) == total(stores[0])
+
+
+def test_the_last_save_is_meant_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store,) = cluster(SPEC, "whole")
+    train([store], 0)
+    save_job(store, tmp_path, ID)()
+    train([store], 1)
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    save_job(store, tmp_path, ID[::-1])()
+    assert saved_value(store, tmp_path) == total(store)
+
+
+def test_servers_tidy_up_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Manifests vanish while they are read."""
+    (store,) = cluster(SPEC, "whole")
+    train([store], 0)
+    save_job(store, tmp_path, ID)()
+    save_job(store, tmp_path, ID[::-1])()
+    read, vanished = saved._read, []
+
+    def read_late(path: Path) -> Mapping[str, Any]:
+        if ID in path.name:
+            path.unlink(missing_ok=True)
+            vanished.append(path)
+        return read(path)
+
+    monkeypatch.setattr(saved, "_read", read_late)
+    tidy_job(store, tmp_path, ID[::-1])()
+    assert vanished
+    assert saved_value(store, tmp_path) == total(store)
+
+
+def test_an_older_save_that_cannot_be_deleted(
+    start_servers: Callable[..., ps.LocalServers],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The new one is there all the same."""
+    with ps.connect(start_servers(1)) as servers:
+        table = ps.Embedding(10, 4, servers=servers, name="t")
+        for value in (1.0, 2.0):
+            table.write(torch.arange(10), torch.full((10, 4), value))
+            (file,) = servers.save(tmp_path)
+            stem = file.rsplit(".", 2)[0]
+            (tmp_path / f"{stem}.in-the-way").mkdir(exist_ok=True)
+        assert "an older save could not be deleted" in caplog.text
+        table.write(torch.arange(10), torch.zeros(10, 4))
+        servers.load(tmp_path)
+        assert table.rows(torch.arange(10)).unique().tolist() == [2.0]
+
+
+def test_one_manifest_too_many(tmp_path: Path) -> None:
+    (store,) = cluster(SPEC, "whole")
+    save_job(store, tmp_path, ID)()
+    (tmp_path / "manifest-x.json").write_text("{}")
+    assert "manifest-x.json is damaged" in refusal_of(store, tmp_path)
 
 
 @pytest.mark.parametrize("path", ["../elsewhere", "/etc", "a/../../b", "", "x\0y", 7, "link/x"])
@@ -143,15 +262,36 @@ def test_only_below_the_root(path: object, tmp_path: Path) -> None:
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
     with pytest.raises(Refusal):
-        SavePlace(root, is_open=False).directory({"path": path}, Code.SAVE)
-    assert SavePlace(root, is_open=False).directory({"path": "a"}, Code.SAVE) == root / "a"
+        SavePlace(root).directory({"path": path}, Code.SAVE)
+    assert SavePlace(root).directory({"path": "a"}, Code.SAVE) == root / "a"
 
 
-def test_tcp_without_a_root_saves_nowhere() -> None:
-    with pytest.raises(Refusal, match="--save-root"):
-        SavePlace(None, is_open=False).directory({"path": "/tmp/x"}, Code.SAVE)
-    with pytest.raises(Refusal, match="no absolute path"):
-        SavePlace(None, is_open=True).directory({"path": "x"}, Code.SAVE)
+def test_without_a_root_nothing_is_saved() -> None:
+    for path in ("/tmp/x", "x"):
+        with pytest.raises(Refusal, match="--save-root"):
+            SavePlace(None).directory({"path": path}, Code.SAVE)
+
+
+def test_what_the_user_wrote_is_relative_to_the_root(tmp_path: Path) -> None:
+    place = SavePlace(tmp_path / "root")
+    elsewhere = {"path": str(tmp_path / "home" / "a"), "relative": "a"}
+    assert place.directory(elsewhere, Code.SAVE) == tmp_path / "root" / "a"
+    inside = {"path": str(tmp_path / "root" / "b" / "a"), "relative": "a"}
+    assert place.directory(inside, Code.SAVE) == tmp_path / "root" / "b" / "a"
+    for relative in ("../a", "/etc", "", 7):
+        with pytest.raises(Refusal):
+            place.directory({**elsewhere, "relative": relative}, Code.LOAD)
+
+
+def test_links_inside_a_save_do_not_lead_out(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "root" / "save", tmp_path / "outside"
+    inside.mkdir(parents=True)
+    outside.write_text("")
+    (inside / "near").symlink_to(tmp_path / "root" / "other")
+    assert SavePlace(tmp_path / "root").directory({"path": "save"}, Code.LOAD) == inside
+    (inside / "far").symlink_to(outside)
+    with pytest.raises(Refusal, match="a link that leads out"):
+        SavePlace(tmp_path / "root").directory({"path": "save"}, Code.SAVE)
 
 
 def test_save_while_training_goes_on(

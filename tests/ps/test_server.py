@@ -13,7 +13,7 @@ import torch
 from paceline import ps
 from paceline.ps.durable import Durable
 from paceline.ps.handler import Handler
-from paceline.ps.saving import SavePlace
+from paceline.ps.save_place import SavePlace
 from paceline.ps.server import Server
 from paceline.ps.settings import ServerSettings
 from paceline.ps.spec import TableSpec
@@ -44,7 +44,7 @@ def test_fsync_comes_before_every_answer(tmp_path: Path, monkeypatch: pytest.Mon
     settings = ServerSettings(f"ipc://{tmp_path}/s", tmp_path / "state", fsync=True)
     store = Store(1 << 20, 1 << 20)
     durable = Durable(tmp_path / "state", store, fsync=True)
-    server = Server(settings, Handler(store, durable, SavePlace(None, is_open=True)), durable)
+    server = Server(settings, Handler(store, durable, SavePlace(None)), durable)
     events: list[str] = []
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("sync"))
     monkeypatch.setattr(server, "_send", lambda *_: events.append("answer"))

@@ -19,6 +19,7 @@ from paceline.ps import door
 from paceline.ps.extension import native
 from paceline.ps.inputs import flat_bags
 from paceline.ps.link import News
+from paceline.ps.room import make_room
 from paceline.ps.segment import CAPACITY, KNOCK, MAGIC, door_path
 from paceline.ps.shortcut import Shortcut, open_shortcut
 from paceline.shm.extension import DISABLE_VARIABLE
@@ -228,7 +229,7 @@ def test_the_door_is_private_and_takes_no_garbage(one: ps.LocalServers) -> None:
 
 def test_who_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "KNOCK_S", 0.05)
-    made = door.Door(tmp_path / "s.door", "0" * 16)
+    made = door.Door(tmp_path / "s.door", "0" * 16, make_room())
     try:
         address = f"ipc://{tmp_path}/s"
         silent = knock(address, b"")

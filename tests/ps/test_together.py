@@ -10,7 +10,7 @@ from paceline import ps
 from paceline.ps import together
 from paceline.ps.handler import Handler
 from paceline.ps.optim import Optimizer
-from paceline.ps.saving import SavePlace
+from paceline.ps.save_place import SavePlace
 from paceline.ps.spec import TableSpec
 from paceline.ps.store import Store
 from paceline.ps.wire import Head, Kind, unpack
@@ -27,7 +27,7 @@ class Local:
 
     def __init__(self, specs: list[TableSpec]) -> None:
         self.store = Store(1 << 30, 1 << 30)
-        self.handler = Handler(self.store, None, SavePlace(None, is_open=False))
+        self.handler = Handler(self.store, None, SavePlace(None))
         self._sequence = 0
         self.specs = specs
         for spec in specs:

@@ -20,11 +20,14 @@ from paceline.shm import ASYNC, SharedGroup, connect
 from paceline.shm.extension import native
 
 
-def gather_over(stream: Any, rank: int) -> Any:
+def gather_over(end: socket.socket, rank: int) -> Any:
+    # Two streams: one that is both written and read forgets what it has read ahead.
+    reader, writer = end.makefile("r"), end.makefile("w")
+
     def gather(value: Any) -> list[Any]:
-        stream.write(json.dumps(value) + "\n")
-        stream.flush()
-        other = json.loads(stream.readline())
+        writer.write(json.dumps(value) + "\n")
+        writer.flush()
+        other = json.loads(reader.readline())
         return [value, other] if rank == 0 else [other, value]
 
     return gather
@@ -34,8 +37,7 @@ def main() -> None:
     ours, theirs = socket.socketpair()
     child = os.fork()
     rank = 0 if child else 1
-    stream = (ours if rank == 0 else theirs).makefile("rw")
-    gather = gather_over(stream, rank)
+    gather = gather_over(ours if rank == 0 else theirs, rank)
     connection = connect(rank, gather, heap_bytes=4 << 20)
     group = SharedGroup(connection, 0, 60.0)
     group.barrier().wait()

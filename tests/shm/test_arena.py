@@ -45,6 +45,15 @@ class TestArena:
         raw = bytes(mapping.view(offset, 8000))
         assert torch.frombuffer(bytearray(raw), dtype=torch.float64).eq(3.0).all()
 
+    def test_the_collector_may_give_back_in_the_middle_of_an_allocation(self) -> None:
+        arena = make_arena()
+        everything = arena.allocate(SIZE - HEAP, torch.uint8)
+        assert everything is not None
+        with arena._lock:
+            del everything
+            gc.collect()
+        assert arena.allocate(SIZE - HEAP, torch.uint8) is not None
+
     def test_blocks_do_not_overlap(self) -> None:
         arena = make_arena()
         tensors = [arena.allocate(n, torch.uint8) for n in (1, PAGE_BYTES, PAGE_BYTES + 1, 5)]

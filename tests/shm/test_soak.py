@@ -15,6 +15,7 @@ MALLOC_KIB = 2048
 
 @pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 @pytest.mark.timeout(110)
+@pytest.mark.slow
 def test_nothing_grows() -> None:
     def part(crew: Crew) -> list[Played]:
         return crew.play(2, jobs.soak, COLLECTIVES)

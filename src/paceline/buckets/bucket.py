@@ -30,10 +30,11 @@ class Slot:
 
     ``view`` is None while the bucket has no memory, and for sparse gradients. A slot knows its
     bucket only by number: a reference would be a cycle, and keep the memory of a dropped bucket
-    until the garbage collector comes by.
+    until the garbage collector comes by. ``is_shared`` says that in this step its view must not
+    become the parameter's gradient before the end.
     """
 
-    __slots__ = ("bucket_index", "index", "parameter", "small", "spec", "view")
+    __slots__ = ("bucket_index", "index", "is_shared", "parameter", "small", "spec", "view")
 
     def __init__(
         self, spec: ParameterSpec, parameter: torch.Tensor, bucket_index: int, small_bytes: int
@@ -44,6 +45,7 @@ class Slot:
         self.bucket_index = bucket_index
         self.small = spec.nbytes < small_bytes and not spec.sparse
         self.view: torch.Tensor | None = None
+        self.is_shared = False
 
     def zero(self) -> None:
         """Clear this slot's part of the bucket."""

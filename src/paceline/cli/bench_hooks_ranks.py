@@ -34,7 +34,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "int8": {},
     "e4m3": {},
     "sign": {},
-    "powersgd": {"start_powerSGD_iter": 0},
+    "powersgd": {"start_powerSGD_iter": 0, "compresses_first_steps": True},
     "topk": {"ratio": 0.01},
 }
 WARM_UP = 3

@@ -15,13 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import UninitializedParameter
 
+from paceline.config import NonFinite
 from paceline.errors import (
     ConfigurationError,
     GroupNotReadyError,
     MeshError,
     UntrainableModuleError,
 )
-from paceline.torch_private import default_group, device_index
+from paceline.torch_private import default_group, device_index, knows_sync_batch_norm
+
+# Bound at import: torch's own tests put our class in the place of that name.
+_TORCHS_NORM = torch.nn.SyncBatchNorm.forward
 
 
 def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
@@ -46,7 +50,8 @@ def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
         return group
     if not dist.is_initialized():
         raise GroupNotReadyError(
-            "There is no process group: torch.distributed is not initialised. Call "
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group: torch.distributed has no group to reduce over. Call "
             "torch.distributed.init_process_group('gloo') on every rank before "
             "DistributedDataParallel is constructed ('nccl' for CUDA), and start the ranks with "
             "torchrun."
@@ -66,16 +71,47 @@ def check_parameters(parameters: Sequence[torch.Tensor], *, some_delayed: bool) 
     for parameter in parameters:
         if isinstance(parameter, UninitializedParameter):
             raise UntrainableModuleError(
-                "The module has parameters without a shape (a lazy module that has not seen an "
-                "input). Run one batch through the module on every rank, then wrap it in "
-                "DistributedDataParallel."
+                "Modules with uninitialized parameters can't be used with "
+                "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the "
+                "modules: a lazy module's parameters have no shape before it has seen an input. "
+                "Run one batch through the module on every rank, then wrap it."
             )
+    _check_data(parameters)
     if not any(parameter.requires_grad for parameter in parameters) and not some_delayed:
         raise UntrainableModuleError(
-            "The module has no parameter that requires a gradient, so there is nothing to reduce. "
-            "Use it without DistributedDataParallel, or set requires_grad on what shall be trained "
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient. Use it as it is, or set requires_grad "
+            "on what shall be trained before it is wrapped."
+        )
+
+
+def _check_data(parameters: Sequence[torch.Tensor]) -> None:
+    if parameters and all(parameter.is_meta for parameter in parameters):
+        raise UntrainableModuleError(
+            "The module's parameters are on the meta device: they have shapes and no data. Call "
+            "module.to_empty(device='cpu') and initialise or load the parameters, on every rank, "
             "before it is wrapped."
         )
+    if any(parameter.is_inference() for parameter in parameters):
+        raise UntrainableModuleError(
+            "The module was built under torch.inference_mode(), so autograd can never give its "
+            "parameters gradients. Build it outside of that, or copy it: "
+            "module.load_state_dict(...) into a module that was."
+        )
+
+
+def check_norms(module: torch.nn.Module) -> None:
+    """Refuse torch's SyncBatchNorm where it has no kernels: name ours."""
+    for name, part in module.named_modules():
+        if type(part).forward is not _TORCHS_NORM:
+            continue
+        tensors = [*part.parameters(), *part.buffers()]
+        if tensors and not knows_sync_batch_norm(tensors[0].device):
+            raise ConfigurationError(
+                "SyncBatchNorm layers only work with GPU modules if they are torch's, and "
+                f"{name or 'the module'} is on {tensors[0].device}. Paceline's work on CPUs: "
+                "module = paceline.nn.SyncBatchNorm.convert_sync_batchnorm(module)."
+            )
 
 
 @dataclass(frozen=True)
@@ -98,23 +134,26 @@ def choose_placement(
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigurationError(
-            f"device_ids={list(device_ids)} names several devices, but one process drives one "
-            "replica: pass a single one, or None for a module that is spread over devices."
+            f"device_ids can only be None or contain a single element, but it is "
+            f"{list(device_ids)}: one process drives one replica. Pass a single device, or None "
+            "for a module that is spread over several."
         )
     types = sorted({parameter.device.type for parameter in parameters})
     if len(types) != 1:
         raise ConfigurationError(
-            f"The module's parameters lie on devices of several types: {', '.join(types)}. Move "
-            "all of it to one type, for example module.to('cpu'), before it is wrapped."
+            "DistributedDataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {', '.join(types)}. Move all of it to one type, "
+            "for example module.to('cpu'), before it is wrapped."
         )
     devices = {parameter.device for parameter in parameters}
     device = parameters[0].device
     if not device_ids or device.type == "cpu" or len(devices) > 1:
         if device_ids or output_device:
             raise ConfigurationError(
-                f"device_ids={device_ids} and output_device={output_device} only work for a module "
-                f"on a single accelerator, but its parameters are on {sorted(map(str, devices))}. "
-                "Leave both out: DistributedDataParallel(module)."
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                f"{device_ids}, output_device {output_device}, and module parameters on "
+                f"{sorted(map(str, devices))}. Leave both out: DistributedDataParallel(module)."
             )
         return Placement(device, None, None, len(devices) > 1)
     output = device_ids[0] if output_device is None else output_device
@@ -158,3 +197,20 @@ def warn_check_reduction() -> None:
 
 def _deprecate(message: str) -> None:
     warnings.warn(message, FutureWarning, stacklevel=4)
+
+
+def check_delayable(nonfinite: str, mixed_precision: object) -> None:
+    """Refuse settings that delayed parameters, which are averaged apart, could not follow.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    other = f"nonfinite={nonfinite!r}" if nonfinite != NonFinite.IGNORE.value else ""
+    if mixed_precision is not None:
+        other = "mixed_precision"
+    if other:
+        raise ConfigurationError(
+            f"{other} and delay_all_reduce_named_params exclude each other: delayed gradients are "
+            "averaged apart from the others, in the parameters' own dtype, before anybody knows "
+            "whether all are finite. Leave one of the two out."
+        )

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
-from paceline.torch_private import BufferHookLocation, broadcast_coalesced, preserve_versions
-from paceline.types import BufferHook
+from paceline.torch_private import BufferHookLocation, preserve_versions
+from paceline.transport.messages import broadcast_tensors
+from paceline.types import BufferHook, Transport
 
 
 class Moment(enum.Enum):
@@ -36,12 +36,10 @@ class RegisteredBufferHook:
 class BufferSync:
     """Keeps the buffers of a module equal on all ranks."""
 
-    def __init__(
-        self, module: torch.nn.Module, ignored: set[str], group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, ignored: set[str], transport: Transport) -> None:
         self._module = module
         self._ignored = ignored
-        self.group = group
+        self.transport = transport
         self.hook: RegisteredBufferHook | None = None
         self.named: dict[str, torch.Tensor] = {}
         self.refresh()
@@ -79,4 +77,5 @@ class BufferSync:
 
     def broadcast(self, tensors: list[torch.Tensor], chunk_bytes: int, source: int) -> None:
         """Copy tensors from one rank to all, many in one message."""
-        broadcast_coalesced(self.group, tensors, chunk_bytes, source)
+        messages = self.transport.messages
+        broadcast_tensors(messages, "broadcast of buffers", tensors, chunk_bytes, source)

@@ -65,13 +65,31 @@ def hook_result(future: torch.futures.Future[Any], bucket: Bucket, name: str) ->
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"hook {name}: its future holds {type(value).__name__}, not a tensor")
-    if not bucket.sparse and value.numel() != bucket.spec.numel:
+        held = f"{type(value).__name__} of {len(value)}" if isinstance(value, list) else None
         raise TypeError(
-            f"hook {name}: its future holds {value.numel()} elements, but bucket {bucket.index} "
-            f"has {bucket.spec.numel}"
+            f"hook {name}: its future holds {held or type(value).__name__}, not a tensor"
         )
+    difference = _difference(value, bucket)
+    if difference:
+        raise TypeError(f"hook {name}: its future holds {difference} for bucket {bucket.index}")
     return value
+
+
+def _difference(value: torch.Tensor, bucket: Bucket) -> str:
+    """Say why a tensor cannot be a bucket's gradients; empty if it can. Precision may differ."""
+    spec = bucket.spec
+    if value.device.type != spec.device.type:
+        return f"a tensor on {value.device} instead of {spec.device}"
+    if (value.layout == torch.sparse_coo) != bucket.sparse:
+        return f"a tensor with layout {value.layout}"
+    is_number = value.is_floating_point() or value.is_complex()
+    if not is_number or value.is_complex() != spec.dtype.is_complex:
+        return f"{value.dtype} instead of {spec.dtype}"
+    if not bucket.sparse and value.numel() != spec.numel:
+        return f"{value.numel()} elements instead of {spec.numel}"
+    if bucket.sparse and tuple(value.shape) != tuple(bucket.slots[0].spec.shape):
+        return f"shape {list(value.shape)} instead of {list(bucket.slots[0].spec.shape)}"
+    return ""
 
 
 def check_hook(hook: Any) -> str:
@@ -83,7 +101,7 @@ def check_hook(hook: Any) -> str:
     """
     if not callable(hook):
         raise HookNotCallableError(
-            f"A communication hook must be callable, but {hook!r} is a {type(hook).__name__}. "
+            f"Communication hook must be callable. {hook!r} is a {type(hook).__name__}. "
             f"Write {EXAMPLE}."
         )
     name = getattr(hook, "__qualname__", type(hook).__qualname__)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from paceline.buckets import Bucket
 from paceline.config import NonFinite, ReducePolicy
 from paceline.ddp.control import ControlBlock
+from paceline.ddp.drift import Drift
 from paceline.ddp.nonfinite import overflowed_slots
 from paceline.ddp.peers import Peers, Verdict
 from paceline.ddp.reports import FailureKind
@@ -33,6 +34,7 @@ class Conclusion:
         block: ControlBlock,
         buckets: Sequence[Bucket],
         policy: ReducePolicy,
+        drift: Drift,
         *,
         has_hook: bool,
     ) -> bool:
@@ -41,7 +43,7 @@ class Conclusion:
         Raises:
             StepError: If the step failed on some rank; the same error on every rank.
         """
-        verdict = self._peers.judge(block, step.failure, policy)
+        verdict = self._peers.judge(block, step.failure, policy, drift)
         if step.weight is not None:
             multiplier = float(self._world) if has_hook else 1.0
             self.weighted_mean.finish(buckets, block, multiplier=multiplier)
@@ -51,6 +53,8 @@ class Conclusion:
         if is_skipped:
             for bucket in buckets:
                 bucket.scale(0.0)
+        elif step.zeroed:
+            _zero(step, buckets)
         settle(step, block, buckets)
         return is_skipped
 
@@ -64,3 +68,11 @@ class Conclusion:
             assert step.failure is not None
             raise self._peers.error_for([step.failure], policy)
         return bool(slots)
+
+
+def _zero(step: Step, buckets: Sequence[Bucket]) -> None:
+    """Clear what another step, which was left out, has in common with this one."""
+    for bucket in buckets:
+        for slot in bucket.slots:
+            if slot.index in step.zeroed:
+                bucket.scale(0.0) if bucket.sparse else slot.zero()

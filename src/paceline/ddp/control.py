@@ -30,7 +30,7 @@ import torch
 
 from paceline.ddp.tail import read_bytes, write_bytes
 
-_HEADER = struct.Struct("<BBId")
+_HEADER = struct.Struct("<BIId")
 _MAX_U32 = (1 << 32) - 1
 
 
@@ -59,12 +59,16 @@ class ControlRow(NamedTuple):
     ``ready_us`` says for each bucket when it was ready, in microseconds since this rank saw the
     previous step end: an instant that all ranks share to within one collective, so that no clocks
     need to be compared. It is empty in a row that was read: see :meth:`ControlBlock.last_rank`.
+
+    ``drift`` is what this rank did since its last synchronised backward, as far as ranks compare
+    it: :meth:`paceline.ddp.drift.Tally.code`.
     """
 
     flags: int
     step: int
     weight: float
     ready_us: tuple[int, ...] = ()
+    drift: int = 0
 
     def has(self, flag: Flag) -> bool:
         """Whether this rank raised ``flag``."""
@@ -87,7 +91,10 @@ class ControlBlock:
     def is_plain(self) -> bool:
         """Whether no rank has anything to say, and all are in the same step: the common case."""
         rows = [row for row in self.rows if row is not None]
-        return all(row.flags == _PLAIN and row.step == rows[0].step for row in rows)
+        if not rows:
+            return True
+        step, drift = rows[0].step, rows[0].drift
+        return all(r.flags == _PLAIN and r.step == step and r.drift == drift for r in rows)
 
     def any(self, flag: Flag) -> bool:
         """Whether some rank raised ``flag``."""
@@ -124,7 +131,7 @@ class ControlLayout:
         late = [max(0, min(stamp, _MAX_U32)) for stamp in row.ready_us]
         start = rank * self.row_bytes
         step = row.step & _MAX_U32
-        self._whole_row.pack_into(data, start, row.flags, 0, step, row.weight, *late)
+        self._whole_row.pack_into(data, start, row.flags, row.drift, step, row.weight, *late)
         if used:
             data[self.world * self.row_bytes :] = bytes(used)
         write_bytes(tail, data)
@@ -137,8 +144,8 @@ class ControlLayout:
         return ControlBlock(tuple(rows), counts, self, data)
 
     def _row(self, data: bytes, start: int) -> ControlRow | None:
-        flags, _, step, weight = _HEADER.unpack_from(data, start)
-        return ControlRow(flags, step, weight) if flags else None
+        flags, drift, step, weight = _HEADER.unpack_from(data, start)
+        return ControlRow(flags, step, weight, (), drift) if flags else None
 
     def ready_us(self, data: bytes, rank: int) -> tuple[int, ...]:
         """Decode when a rank's buckets were ready; only statistics want to know."""

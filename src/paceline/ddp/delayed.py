@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
-from paceline.torch_private import broadcast_coalesced, queue_callback
+from paceline.ddp.overlap import step_parameters, take_over_optimizers
+from paceline.ddp.sharing import fail_sharers
+from paceline.torch_private import never_compiled, queue_callback
+from paceline.transport.messages import broadcast_tensors
 from paceline.types import Reduction, Transport
 
 
@@ -27,7 +29,6 @@ class DelayedReduction:
         self,
         parameters: Sequence[torch.Tensor],
         trigger: torch.Tensor,
-        group: dist.ProcessGroup,
         transport: Transport,
         is_synced: Callable[[], bool],
     ) -> None:
@@ -36,8 +37,10 @@ class DelayedReduction:
         self._flats: list[torch.Tensor] = []
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._in_flight: list[Reduction] = []
+        self._steps_parameters = False
         detached = [parameter.detach() for parameter in parameters]
-        broadcast_coalesced(group, detached, BROADCAST_CHUNK_BYTES, 0)
+        what = "broadcast of delayed parameters"
+        broadcast_tensors(transport.messages, what, detached, BROADCAST_CHUNK_BYTES, 0)
         self._allocate(parameters)
         reference = weakref.ref(self)
 
@@ -62,6 +65,10 @@ class DelayedReduction:
                 self._views.append((member, view))
                 offset += member.numel()
 
+    def take_over_optimizers(self) -> None:
+        """Let optimizers that step in the backward wait for the average."""
+        self._steps_parameters = take_over_optimizers(parameter for parameter, _ in self._views)
+
     def lend_views(self) -> None:
         """After a forward: parameters without a gradient accumulate straight into the buffers."""
         for parameter, view in self._views:
@@ -74,6 +81,7 @@ class DelayedReduction:
         """The moment has come: average the buffers, and have the backward wait for them."""
         if not self._is_synced():
             return
+        fail_sharers([parameter for parameter, _ in self._views])
         for parameter, view in self._views:
             if parameter.grad is not None and parameter.grad is not view:
                 view.copy_(parameter.grad)
@@ -83,11 +91,14 @@ class DelayedReduction:
             self._in_flight.append(self.transport.start(flat))
         queue_callback(self.wait)
 
+    @never_compiled
     def wait(self) -> None:
         """Wait for the buffers."""
         in_flight, self._in_flight = self._in_flight, []
         for reduction in in_flight:
             reduction.wait()
+        if self._steps_parameters:
+            step_parameters(parameter for parameter, _ in self._views)
 
     def remove(self) -> Any:
         """Stop listening to the trigger."""

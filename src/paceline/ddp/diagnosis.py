@@ -66,6 +66,20 @@ _TEXTS = {
         remedy="Look at the exception on the ranks named above, then run the step again on every "
         "rank.",
     ),
+    FailureKind.JOIN: _Text(
+        errors.DesynchronizedError,
+        head="Inside of join(), ranks that have run out of inputs mirror one forward and one "
+        "backward pass of each wrapper in turn. They cannot mirror this.",
+        remedy="Run the backward pass of a wrapper before the forward of the next, or wrap the "
+        "whole model once.",
+    ),
+    FailureKind.SHARED: _Text(
+        errors.SharedParametersError,
+        head="Two wrappers share parameters and ran in one backward pass, but they treat a "
+        "gradient differently, and its parts cannot be told apart any more.",
+        remedy="Give both wrappers the same settings (and both the same weighted(n)), or run one "
+        "backward pass for each.",
+    ),
     FailureKind.HOOK: _Text(
         errors.HookResultError,
         head="The communication hook failed.",
@@ -81,8 +95,8 @@ _TEXTS = {
     ),
     FailureKind.READY_TWICE: _Text(
         errors.ReadyTwiceError,
-        head="A gradient arrived a second time in one backward pass, after it had been handed to "
-        "the reduction.",
+        head="Expected to mark a variable ready only once: a gradient arrived a second time in one "
+        "backward pass, after it had been handed to the reduction.",
         remedy="This happens when a layer is run several times under reentrant activation "
         "checkpointing, or find_unused_parameters=True meets reentrant checkpointing. Pass "
         "static_graph=True, or use_reentrant=False to torch.utils.checkpoint.checkpoint.",

@@ -5,11 +5,12 @@ The reducer calls it whenever it looks at the buckets anyway, and once more at t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from paceline.buckets import Bucket
 from paceline.config import NonFinite, ReducePolicy
 from paceline.ddp.flight import Flight
+from paceline.ddp.settle import show_sparse
 from paceline.ddp.step import Step
 
 
@@ -17,11 +18,11 @@ class Drain:
     """In order, each bucket once a step.
 
     Attributes:
-        after_bucket: Who gets them; None is nobody.
+        after_bucket: Who gets them, and which slots are not meant; None is nobody.
     """
 
     def __init__(self) -> None:
-        self.after_bucket: Callable[[Bucket], None] | None = None
+        self.after_bucket: Callable[[Bucket, Set[int]], None] | None = None
         self._drained = 0
 
     def open(self) -> None:
@@ -41,16 +42,17 @@ class Drain:
             mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
             step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
             step.home.settle(mine)
-            self.after_bucket(bucket)
+            show_sparse(step, bucket)
+            self.after_bucket(bucket, step.left)
 
-    def take_rest(self, flight: Flight) -> None:
+    def take_rest(self, step: Step, flight: Flight) -> None:
         """Hand over the others: the step is good."""
         if self.after_bucket is not None:
             for bucket in flight.buckets[self._drained :]:
-                self.after_bucket(bucket)
+                self.after_bucket(bucket, step.left)
 
 
 def _is_judged(step: Step, policy: ReducePolicy) -> bool:
     """Whether what a bucket holds is not final before the whole step has been judged."""
     is_checked = policy.tracks_unused or policy.nonfinite is not NonFinite.IGNORE
-    return is_checked or step.weight is not None
+    return is_checked or step.weight is not None or bool(step.shared)

@@ -17,11 +17,12 @@ from paceline.config import NonFinite, ReducePolicy
 from paceline.ddp.bucket_set import BucketSet
 from paceline.ddp.comm_hook import RegisteredHook, check_future, hook_result
 from paceline.ddp.control import ControlBlock, ControlRow, Flag
+from paceline.ddp.patience import Patience
 from paceline.ddp.reports import FailureKind
 from paceline.ddp.sparse import start_sparse
 from paceline.ddp.step import Step
 from paceline.ddp.usage import UsageMap
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, PeerLostError
 from paceline.observe import StepClock
 from paceline.types import Reduction, Transport
 
@@ -38,6 +39,7 @@ class Flight:
         policy: ReducePolicy,
         usage: UsageMap,
         clock: StepClock,
+        patience: Patience,
     ) -> None:
         self.buckets = buckets.buckets
         self._layout = buckets.layout
@@ -51,6 +53,7 @@ class Flight:
         self.hook: RegisteredHook | None = None
         self.sparse_rows: dict[str, torch.Tensor] = {}
         self.post_futures: list[torch.futures.Future[Any]] = []
+        self._patience = patience
         self.started = 0
 
     def take_over(self, other: Flight) -> None:
@@ -69,6 +72,7 @@ class Flight:
     def open(self) -> None:
         """Begin a step with no bucket started."""
         self.started = 0
+        self._patience.begin()
         self._control_reduction = None
         for bucket in self.buckets:
             bucket.reduction = bucket.future = None
@@ -149,7 +153,7 @@ class Flight:
             flags |= (Flag.NONFINITE if skips else Flag.FAILED).value
         origin = self._clock.step_ended or self._clock.backward_began
         ready = tuple((stamp - origin) // 1000 for stamp in self._clock.ready)
-        row = ControlRow(flags, step.number, step.weight or 0.0, ready)
+        row = ControlRow(flags, step.number, step.weight or 0.0, ready, step.drift)
         used = self._usage.flags if self._policy.tracks_unused else b""
         self._layout.write(tail, self._transport.rank, row, used)
 
@@ -191,8 +195,8 @@ class Flight:
             block = self._read_control(step)
             operation = "a future of the buffer hook"
             for future in self.post_futures:
-                future.wait()
-        except RuntimeError as error:
+                self._patience.wait(future, operation)
+        except (RuntimeError, TimeoutError) as error:
             raise self._error(step, operation, error) from error
         return block
 
@@ -206,8 +210,11 @@ class Flight:
             return
         assert self.hook is not None
         try:
-            future.wait()
+            what = f"the future of hook {self.hook.name} for bucket {bucket.index}"
+            self._patience.wait(future, what)
             bucket.accept(hook_result(future, bucket, self.hook.name))
+        except PeerLostError:
+            raise
         except Exception as error:
             step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
         self._stamp_end(bucket)
@@ -230,7 +237,6 @@ class Flight:
             f"Rank {rank}: {operation} over {self._transport.name} failed in step {step.number}: "
             f"{cause}\nA peer has probably died, or is in another collective. Look at the logs of "
             "the other ranks; the group cannot be used further.",
-            rank=rank,
             operation=operation,
         )
 

@@ -30,10 +30,12 @@ class GradientHome(Protocol):
             here: to bring them in early saves no memory.
         is_direct: A gradient is ``parameter.grad``, and its slot's view may take its place at once:
             the hook that tells of it can bring it in.
+        exchanges_data: Parameters have other data, of another dtype, while a step runs.
     """
 
     keeps_gradients: bool
     is_direct: bool
+    exchanges_data: bool
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """Return the gradient as it is outside now."""
@@ -58,6 +60,7 @@ class LocalHome:
     """Gradients in ``parameter.grad``."""
 
     keeps_gradients = False
+    exchanges_data = False
 
     def __init__(self, views: GradientViews) -> None:
         self._gives_views = self.is_direct = views is not GradientViews.NEVER
@@ -89,9 +92,13 @@ class LocalHome:
             slot.zero()
         if not self._gives_views or any(map(_requires_grad, sources)):
             return empty + moved
+        kept: list[Slot] = []
         for slot, view in zip(moved, targets, strict=True):
-            slot.parameter.grad = view
-        return empty
+            if slot.is_shared:
+                kept.append(slot)
+            else:
+                slot.parameter.grad = view
+        return empty + kept
 
     def collect_scaled(self, slot: Slot, factor: float) -> bool:
         """Copy and scale in one pass: large gradients are read and written once."""
@@ -104,7 +111,7 @@ class LocalHome:
             view.mul_(factor)
             return True
         scale_into(view, gradient, factor)
-        if not self._may_become_view(gradient):
+        if slot.is_shared or not self._may_become_view(gradient):
             return False
         slot.parameter.grad = view
         return True
@@ -148,6 +155,7 @@ class ContextHome:
 
     keeps_gradients = True
     is_direct = False
+    exchanges_data = False
 
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id

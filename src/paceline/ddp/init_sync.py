@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.buckets import BucketCaps, BucketPlan, ParameterSpec
 from paceline.config import ReducePolicy
 from paceline.errors import ModelMismatchError
-from paceline.torch_private import sync_module
 from paceline.transport.exchange import gather_digests, gather_json
+from paceline.transport.messages import broadcast_tensors
+from paceline.types import Messages
 
 BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 
 
 def verify_same_model(
-    group: dist.ProcessGroup,
+    messages: Messages,
     specs: Sequence[ParameterSpec],
     policy: ReducePolicy,
     caps: BucketCaps,
@@ -38,32 +38,35 @@ def verify_same_model(
     Raises:
         ModelMismatchError: On every rank.
     """
+    what = "comparison of models"
     manifest = _manifest(specs, policy, caps)
     digest = hashlib.sha256(json.dumps(manifest).encode()).digest()
-    if len(set(gather_digests(group, digest, device))) == 1:
+    if len(set(gather_digests(messages, what, digest, device))) == 1:
         return
-    manifests = gather_json(group, manifest, device)
+    manifests = gather_json(messages, what, manifest, device)
     for rank, other in enumerate(manifests):
         if other != manifests[0]:
             raise _mismatch(manifests[0], other, rank)
 
 
-def verify_same_plan(group: dist.ProcessGroup, plan: BucketPlan, device: torch.device) -> None:
+def verify_same_plan(messages: Messages, plan: BucketPlan, device: torch.device) -> None:
     """Check that every rank cuts its gradients into the same buckets.
 
     Raises:
         ModelMismatchError: On every rank, with the first bucket that differs.
     """
-    if len(set(gather_digests(group, bytes.fromhex(plan.digest), device))) == 1:
+    what = "comparison of buckets"
+    if len(set(gather_digests(messages, what, bytes.fromhex(plan.digest), device))) == 1:
         return
-    plans: list[list[str]] = gather_json(group, plan.describe(), device)
+    plans: list[list[str]] = gather_json(messages, what, plan.describe(), device)
     for rank, other in enumerate(plans):
         for mine, theirs in zip(plans[0], other, strict=False):
             if mine != theirs:
                 raise ModelMismatchError(
                     f"Ranks cut their gradients into different buckets.\n  rank 0: {mine}\n"
                     f"  rank {rank}: {theirs}\nGive every rank the same model and the same bucket "
-                    "arguments, and do not convert or freeze parameters on some ranks only.",
+                    "arguments, and do not convert or freeze (requires_grad=False) parameters on "
+                    "some ranks only.",
                     rank=rank,
                 )
     if len({len(lines) for lines in plans}) == 1:
@@ -80,21 +83,18 @@ def verify_same_plan(group: dist.ProcessGroup, plan: BucketPlan, device: torch.d
 
 def broadcast_module(
     module: torch.nn.Module,
-    group: dist.ProcessGroup,
+    messages: Messages,
     *,
     source: int,
     ignored: set[str],
     with_buffers: bool,
 ) -> None:
     """Copy parameters, and buffers if asked for, from one rank to all."""
-    sync_module(
-        module,
-        group,
-        BROADCAST_CHUNK_BYTES,
-        source=source,
-        ignored=ignored,
-        with_buffers=with_buffers,
-    )
+    states: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+    if with_buffers:
+        states += module.named_buffers()
+    tensors = [tensor.detach() for name, tensor in states if name not in ignored]
+    broadcast_tensors(messages, "broadcast of the model", tensors, BROADCAST_CHUNK_BYTES, source)
 
 
 def _manifest(
@@ -119,34 +119,40 @@ def _manifest(
 _FIELDS = ("name", "shape", "dtype", "strides", "sparse gradient")
 
 
+def _other_names(left: list[str], right: list[str], rank: int) -> ModelMismatchError:
+    """Say which parameters require gradients on one of two ranks only."""
+    only = {0: [name for name in left if name not in right]}
+    only[rank] = [name for name in right if name not in left]
+    told = " ".join(f"Only rank {r} has {', '.join(names)}." for r, names in only.items() if names)
+    return ModelMismatchError(
+        f"DDP expects same model across all ranks, but Rank 0 has {len(left)} params, while rank "
+        f"{rank} has inconsistent {len(right)} params that require gradients. {told} Build the "
+        "same model on every rank before it is wrapped, and set requires_grad alike: a parameter "
+        "that is frozen (requires_grad=False) on one rank only is missing there.",
+        rank=rank,
+        parameters=tuple(only[0] or only[rank]),
+    )
+
+
 def _mismatch(reference: dict[str, Any], other: dict[str, Any], rank: int) -> ModelMismatchError:
+    left_names = [entry[0] for entry in reference["parameters"]]
+    right_names = [entry[0] for entry in other["parameters"]]
+    if set(left_names) != set(right_names):
+        return _other_names(left_names, right_names, rank)
     for index, (expected, found) in enumerate(
         zip(reference["parameters"], other["parameters"], strict=False)
     ):
         for field, left, right in zip(_FIELDS, expected, found, strict=True):
             if left != right:
                 return ModelMismatchError(
-                    f"The model differs between ranks: parameter {index} is {expected[0]!r} with "
+                    f"The model differs between ranks: params[{index}] is {expected[0]!r} with "
                     f"{field} {left} on rank 0, and {found[0]!r} with {field} {right} on rank "
-                    f"{rank} (shapes {expected[1]} and {found[1]}). Build the same model on every "
-                    "rank before it is wrapped.",
+                    f"{rank}: it appears not to match sizes of the same param in process 0 "
+                    f"(shapes {expected[1]} and {found[1]}). Build the same model on every rank "
+                    "before it is wrapped.",
                     rank=rank,
                     parameters=(expected[0],),
                 )
-    left_names = [entry[0] for entry in reference["parameters"]]
-    right_names = [entry[0] for entry in other["parameters"]]
-    if len(left_names) != len(right_names):
-        longer, extra_rank = (
-            (left_names, 0) if len(left_names) > len(right_names) else (right_names, rank)
-        )
-        extra = longer[min(len(left_names), len(right_names)) :]
-        return ModelMismatchError(
-            f"The model differs between ranks: rank 0 has {len(left_names)} parameters that "
-            f"require gradients, rank {rank} has {len(right_names)}. Only rank {extra_rank} has "
-            f"{', '.join(extra)}. Build the same model on every rank before it is wrapped.",
-            rank=rank,
-            parameters=tuple(extra),
-        )
     for key, value in reference["settings"].items():
         if other["settings"][key] != value:
             return ModelMismatchError(

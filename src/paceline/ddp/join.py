@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
+from paceline.ddp.reports import FailureKind
+from paceline.errors import ConfigurationError
+from paceline.liveness import watch_of
 from paceline.types import JoinMirror
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
+
+
+ANNOUNCEMENT = "a message to ranks that have joined"
 
 
 class DDPJoinHook(JoinHook):
@@ -80,14 +87,68 @@ def find_mirrors(module: torch.nn.Module) -> list[JoinMirror]:
     return [kind.mirror_for_join(module) for kind in kinds if hasattr(kind, "mirror_for_join")]
 
 
+_in_join: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+
+def check_mirrored(ddp: DistributedDataParallel) -> None:
+    """Raise if a rank that has joined could not mirror all collectives of its peers.
+
+    Raises:
+        ConfigurationError: On every rank.
+    """
+    inner = ddp._inner
+    if inner or ddp._delayed is not None:
+        what = "a wrapper inside" if inner else "delayed parameters"
+        remedy = "Wrap the whole model once" if inner else "Leave delay_all_reduce_named_params out"
+        raise ConfigurationError(
+            f"join(): this wrapper has {what}, whose reductions start at times that ranks which "
+            f"have run out of inputs cannot know: all would wait for each other. {remedy}, or give "
+            "every rank the same number of inputs."
+        )
+
+
+def check_alone(ddp: DistributedDataParallel, will_sync: bool) -> None:
+    """Raise, on joined ranks too, if more than one wrapper's step is to come in one backward.
+
+    Joined ranks mirror one wrapper after the other, while a backward mixes their reductions. At
+    this moment they wait for the step of the wrapper that ran first: it is where they are told.
+
+    Raises:
+        DesynchronizedError: On every rank.
+    """
+    _in_join.add(ddp)
+    for other in list(_in_join):
+        reducer = other.reducer
+        if reducer is None or not reducer.is_armed or not other._join_config.enable:
+            continue
+        if other is not ddp:
+            reducer.refuse(FailureKind.JOIN, "a second wrapper ran before the backward pass")
+        elif not will_sync and torch.is_grad_enabled():
+            reducer.refuse(FailureKind.JOIN, "a forward under no_sync ran before the backward pass")
+
+
+def announce(ddp: DistributedDataParallel) -> Any:
+    """Tell ranks that have joined that this one has not; return torch's work, if there is one."""
+    try:
+        return Join.notify_join_context(ddp)
+    except RuntimeError as error:
+        if "gloo" not in str(error):  # torch's own: a rank has run out of inputs
+            raise
+        raise watch_of(ddp.process_group).error(ANNOUNCEMENT, error) from error
+
+
+def shadow_announcement(group: dist.ProcessGroup, count: torch.Tensor) -> None:
+    """The same for a rank that has joined: count those that have not."""
+    watch_of(group).run(ANNOUNCEMENT, lambda: group.allreduce([count]))
+
+
 def agree_on_sync(ddp: DistributedDataParallel, wants_sync: bool, *, wait: bool = True) -> bool:
     """Tell joined ranks whether this step will be synchronised; they are the ones who wait."""
     flag = torch.full((1,), float(wants_sync), device=ddp.device)
     work = dist.all_reduce(flag, group=ddp.process_group, async_op=True)
     if not wait:
         return wants_sync
-    assert work is not None
-    work.wait()
+    watch_of(ddp.process_group).wait(ANNOUNCEMENT, work)
     return flag.item() != 0
 
 
@@ -95,14 +156,14 @@ def find_common_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:
     """Agree on one rank: the highest that is a candidate."""
     candidate = dist.get_rank(ddp.process_group) if is_candidate else -1
     rank = torch.tensor([candidate], device=ddp.device)
-    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    ddp._transport.messages.maximum("agreement on a source", rank)
     common = int(rank.item())
     if common < 0:
         raise ValueError("no rank of the group can serve as the source; each says it has joined")
     return common
 
 
-def active_ranks(work: Any) -> float:
+def active_ranks(group: dist.ProcessGroup, work: Any) -> float:
     """Read how many ranks have not joined from the work that announced this rank."""
-    work.wait()
+    watch_of(group).wait(ANNOUNCEMENT, work)
     return float(work.get_future().value()[0].item())

@@ -21,19 +21,25 @@ _OUTPUTS = (
 
 def plain_text(reports: Sequence[FailureReport], policy: ReducePolicy) -> str:
     """Say what is missing in this backward."""
-    told = "\n".join(f"  rank {r.rank}: {', '.join(r.parameters)}" for r in reports)
+    told = "\n".join(f"  rank {r.rank}: {', '.join(r.parameters)}{_detail(r)}" for r in reports)
     if policy.static_graph:
         return (
-            "static_graph=True promises the same graph in every step, but parameters that had a "
-            f"gradient in the first step were left without one in this:\n{told}\n"
+            "Your training graph has changed in this iteration, but static_graph=True promises the "
+            "same in every step: parameters that had a gradient in the first were left without "
+            f"one:\n{told}\n"
             "Construct DistributedDataParallel with find_unused_parameters=True instead."
         )
     return (
-        f"The backward pass has ended, and parameters were left without a gradient:\n{told}\n"
+        "Expected to have finished reduction in the prior iteration, that is at the end of this "
+        f"backward pass, but parameters were left without a gradient:\n{told}\n"
         "If they may go unused, pass find_unused_parameters=True (or static_graph=True if the "
         f"same ones go unused in every step). If they should not, {_OUTPUTS} If several backward "
         'passes together bring all gradients, pass missing_gradients="wait".'
     )
+
+
+def _detail(report: FailureReport) -> str:
+    return f" ({report.detail})" if report.detail else ""
 
 
 def torch_text(reports: Sequence[FailureReport], policy: ReducePolicy) -> str:

@@ -6,7 +6,7 @@ Their gradients are None afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 
@@ -28,10 +28,14 @@ def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:
     return found
 
 
-def run_optimizers(bucket: Bucket) -> None:
-    """Step the parameters of a reduced bucket."""
-    for slot in bucket.slots:
-        parameter = slot.parameter
+def run_optimizers(bucket: Bucket, left: Set[int]) -> None:
+    """Step the parameters of a reduced bucket, but for those that are ``left`` to others."""
+    step_parameters(slot.parameter for slot in bucket.slots if slot.index not in left)
+
+
+def step_parameters(parameters: Iterable[torch.Tensor]) -> None:
+    """Step those of the parameters that have an optimizer, and forget their gradients."""
+    for parameter in parameters:
         optimizers = getattr(parameter, "_in_backward_optimizers", ())
         if not optimizers:
             continue

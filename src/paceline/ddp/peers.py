@@ -5,9 +5,9 @@ Every rank reads the same control block and comes to the same verdict, so either
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,17 @@ from paceline.buckets import BucketPlan
 from paceline.config import ReducePolicy
 from paceline.ddp.control import ControlBlock, Flag
 from paceline.ddp.diagnosis import build_error
+from paceline.ddp.drift import Drift
 from paceline.ddp.init_sync import verify_same_plan
+from paceline.ddp.out_of_step import OutOfStep
+from paceline.ddp.patience import Patience
 from paceline.ddp.reports import FailureReport
-from paceline.errors import CollectiveError, DesynchronizedError, PacelineError, StepError
+from paceline.errors import DesynchronizedError, GroupClosedError, StepError
+from paceline.forks import Owner, keep_for_ever
+from paceline.liveness import watch_of
+from paceline.torch_private import group_timeout
 from paceline.transport.exchange import broadcast_integers, gather_json
+from paceline.types import Transport
 
 
 class Verdict(enum.Enum):
@@ -35,25 +42,59 @@ class Verdict(enum.Enum):
 class Peers:
     """The other ranks of a group, seen from this one."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, transport: Transport, device: torch.device
+    ) -> None:
         self._group = group
+        self._transport = transport
         self._device = device
         self._rank = group.rank()
+        self._owner = Owner()
+        self._out_of_step = OutOfStep(self._rank)
+
+    def patience(self) -> Patience:
+        """Return how long hooks are waited for: as long as a collective of the group may take."""
+        timeout = group_timeout(self._group) or dist.default_pg_timeout
+        return Patience(watch_of(self._group), timeout.total_seconds())
+
+    def check_process(self) -> None:
+        """Raise GroupClosedError in a forked child: it has no peers."""
+        if self._owner.is_here():
+            return
+        raise GroupClosedError(
+            f"This wrapper belongs to rank {self._rank}, process {self._owner.pid}, and was used "
+            "in a child that was forked from it. A child has no part in the training: run "
+            "ddp.module there, or make a group and a wrapper of its own, or start workers with "
+            "the 'spawn' or 'forkserver' method.",
+            rank=self._rank,
+        )
+
+    def let_go(self) -> None:
+        """In a forked child: the group's threads are not here, so that it must never end."""
+        keep_for_ever(self._group)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the group, this one too, in the numbers of the default group."""
+        return tuple(dist.get_process_group_ranks(self._group))
 
     def agree_on_order(self, order: list[int]) -> list[int]:
         """Take the order of rank 0, so that all ranks cut the same buckets."""
-        with self._talking("agreement on the order of buckets"):
-            return broadcast_integers(self._group, order, self._device)
+        what = "agreement on the order of buckets"
+        return broadcast_integers(self._transport.messages, what, order, self._device)
 
     def check_plan(self, plan: BucketPlan) -> None:
         """Raise ModelMismatchError on every rank if some rank has another plan."""
-        with self._talking("comparison of buckets"):
-            verify_same_plan(self._group, plan, self._device)
+        verify_same_plan(self._transport.messages, plan, self._device)
 
     def judge(
-        self, block: ControlBlock, failure: FailureReport | None, policy: ReducePolicy
+        self,
+        block: ControlBlock,
+        failure: FailureReport | None,
+        policy: ReducePolicy,
+        drift: Drift,
     ) -> Verdict:
-        """Decide about a step.
+        """Decide about a step; ``drift`` knows what this rank did since the last one.
 
         Raises:
             StepError: If the step failed on some rank; the same error on every rank.
@@ -67,30 +108,20 @@ class Peers:
         self._check_weights(block)
         if block.any(Flag.FAILED):
             mine = failure.to_json() if failure else None
-            with self._talking("exchange of failure reports"):
-                answers = gather_json(self._group, mine, self._device)
+            what = "exchange of failure reports"
+            answers = gather_json(self._transport.messages, what, mine, self._device)
             reports = [FailureReport.from_json(answer) for answer in answers if answer is not None]
             raise self.error_for(reports, policy)
+        self._out_of_step.check(block, drift.last, self._exchange_tallies)
         return Verdict.SKIP if block.any(Flag.NONFINITE) else Verdict.APPLY
+
+    def _exchange_tallies(self, mine: list[int]) -> list[Any]:
+        what = "comparison of what ranks did"
+        return gather_json(self._transport.messages, what, mine, self._device)
 
     def error_for(self, reports: Sequence[FailureReport], policy: ReducePolicy) -> StepError:
         """Return the error that these reports amount to."""
         return build_error(reports, policy)
-
-    @contextlib.contextmanager
-    def _talking(self, operation: str) -> Iterator[None]:
-        """Give a group that fails an error of ours."""
-        try:
-            yield
-        except PacelineError:
-            raise
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"Rank {self._rank}: {operation} failed: {error}\nA peer has probably died. Look "
-                "at the logs of the other ranks; the group cannot be used further.",
-                rank=self._rank,
-                operation=operation,
-            ) from error
 
     def _check_steps(self, block: ControlBlock) -> None:
         steps = {row.step for _, row in block.present()}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.buckets import Slot
+from paceline.errors import SharedParametersError
 from paceline.torch_private import MixedPrecisionConfig, cast_inputs, queue_callback
 
 
@@ -57,9 +58,18 @@ class PrecisionSwap:
             return inputs, kwargs
         return cast_inputs(self.config.param_dtype, inputs, kwargs)
 
-    def enter(self) -> None:
-        """Exchange full for low precision; gradients that are there wait aside."""
-        self.leave()
+    def enter(self) -> bool:
+        """Exchange full for low precision; gradients that are there wait aside.
+
+        Returns:
+            Whether that was done now: a backward of an earlier forward may be still to come.
+
+        Raises:
+            SharedParametersError: If another wrapper has exchanged a parameter's data already.
+        """
+        if self._is_low:
+            return False
+        self._check_owner()
         self._is_low = True
         with torch.no_grad():
             for parameter in self._managed():
@@ -71,6 +81,19 @@ class PrecisionSwap:
                 low.untyped_storage().resize_(low.numel() * low.itemsize)
                 low.copy_(parameter.data)
                 parameter.data = low
+        return True
+
+    def _check_owner(self) -> None:
+        for name, parameter in self._module.named_parameters():
+            low = getattr(parameter, "_mp_param", None)
+            if low is not None and low.untyped_storage().size() and _is_same(parameter, low):
+                raise SharedParametersError(
+                    f"{name} is in low precision already: another wrapper with mixed_precision "
+                    "shares it, and the backward pass of that one's forward has not run. To "
+                    "exchange its data once more would lose the full precision. Run one forward "
+                    "and backward pass for each, or one wrapper around both models.",
+                    parameters=(name,),
+                )
 
     def leave(self) -> None:
         """Bring full precision back, and add gradients that stayed local to those of before."""
@@ -102,6 +125,10 @@ class PrecisionSwap:
         """The full-precision gradient from before this step, which waits aside."""
         return self._kept.get(parameter)
 
+    def take_kept(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The same, for good: it is part of a result, which takes its place."""
+        return self._kept.pop(parameter, None)
+
     def on_gradients(self) -> None:
         """Part of the Listener protocol; single gradients are the reducer's business."""
 
@@ -115,20 +142,27 @@ class PrecisionSwap:
                 yield parameter
 
 
+def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return one.data_ptr() == two.data_ptr()
+
+
 class PrecisionHome:
     """Gradients that arrive in low precision and leave in full precision."""
 
     keeps_gradients = False
     is_direct = False
+    exchanges_data = True
 
     def __init__(self, swap: PrecisionSwap, *, gives_views: bool) -> None:
         self._swap = swap
         self._gives_views = gives_views
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
-        """The gradient of this step, or the one that waits aside."""
-        gradient = slot.parameter.grad
-        return gradient if gradient is not None else self._swap.kept_gradient(slot.parameter)
+        """The gradient of this step and the one that waits aside, together."""
+        gradient, kept = slot.parameter.grad, self._swap.kept_gradient(slot.parameter)
+        if gradient is None or kept is None:
+            return kept if gradient is None else gradient
+        return (kept + gradient.to(kept.dtype)).to(slot.spec.dtype)
 
     def has_gradient(self, slot: Slot) -> bool:
         """Whether this step brought one."""
@@ -162,7 +196,7 @@ class PrecisionHome:
         for slot in slots:
             parameter, view = slot.parameter, slot.view
             assert view is not None
-            kept = self._swap.kept_gradient(parameter)
+            kept = self._swap.take_kept(parameter)
             self._swap.restore(parameter)
             if kept is not None and not self._gives_views:
                 parameter.grad = kept.copy_(view)
@@ -173,5 +207,6 @@ class PrecisionHome:
 
     def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Hand out a sparse gradient in full precision."""
+        self._swap.take_kept(slot.parameter)
         self._swap.restore(slot.parameter)
         slot.parameter.grad = gradient.to(slot.parameter.dtype)

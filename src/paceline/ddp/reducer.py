@@ -36,6 +36,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -49,12 +50,15 @@ from paceline.ddp.conclusion import Conclusion
 from paceline.ddp.control import ControlBlock, Flag
 from paceline.ddp.diagnosis import autograd_grad_error
 from paceline.ddp.drain import Drain
+from paceline.ddp.drift import Drift
 from paceline.ddp.filler import BATCH_SLOTS, Filler
 from paceline.ddp.flight import Flight
 from paceline.ddp.homes import ContextHome, GradientHome, LocalHome
 from paceline.ddp.iteration import Phase
 from paceline.ddp.peers import Peers
+from paceline.ddp.reducer_names import ReducerNames
 from paceline.ddp.reports import FailureKind, FailureReport
+from paceline.ddp.sharing import Sharing
 from paceline.ddp.sparse import collect_sparse
 from paceline.ddp.step import Step, conversion, converted
 from paceline.ddp.summary import summarize_buckets
@@ -62,17 +66,26 @@ from paceline.ddp.taps import GradientTaps, make_inbox, nodes_of, tap_nodes
 from paceline.ddp.unused import Reach, first_reached, is_in_graph, reach_of
 from paceline.ddp.usage import UsageMap
 from paceline.errors import StepError
+from paceline.forks import tell_children
 from paceline.observe import DDPStats, StepClock
-from paceline.torch_private import current_context_id, is_inside_backward, queue_callback
+from paceline.torch_private import (
+    current_context_id,
+    enclosing_backward_node,
+    is_inside_backward,
+    is_inside_transform,
+    never_compiled,
+    queue_callback,
+)
 from paceline.types import Transport
 
 _NOTHING = contextlib.nullcontext()
+_requires_grad = attrgetter("requires_grad")
 LATE_BYTES = 1 << 20
 """A last bucket up to this size is copied and reduced in less time than two threads need to
 meet."""
 
 
-class Reducer:
+class Reducer(ReducerNames):
     """Owns the buckets of one wrapper."""
 
     def __init__(
@@ -97,6 +110,7 @@ class Reducer:
         self.weight: float | None = None
         self.join_divisor: Callable[[], float] | None = None
         self.drain = Drain()
+        self.drift = Drift(self.parameters)
         self.after_step: Callable[[], None] = lambda: None
         self.on_error: Callable[[BaseException], None] = lambda _: None
         self.steps = self.skipped_steps = 0
@@ -114,6 +128,17 @@ class Reducer:
         self._build(self._first_plan())
         self._inbox = make_inbox(self)
         self._tap()
+        self.sharing = Sharing(self)
+        tell_children(self)
+
+    def let_go(self) -> None:
+        """In a forked child: gradients are the child's own business from now on."""
+        self._lock = threading.RLock()
+        self.taps.remove()
+        self._inbox.shut()
+        self._inbox.clear()
+        self.phase, self._step = Phase.IDLE, None
+        self.peers.let_go()
 
     # --- buckets -------------------------------------------------------------------------------
 
@@ -128,7 +153,10 @@ class Reducer:
         self.plan, self.buckets, self.slots = plan, self._set.buckets, self._set.slots
         self.filler = Filler(self.policy, self.usage, self.clock)
         before: Flight | None = getattr(self, "flight", None)
-        self.flight = Flight(self._set, self.transport, self.policy, self.usage, self.clock)
+        patience = self.peers.patience()
+        self.flight = Flight(
+            self._set, self.transport, self.policy, self.usage, self.clock, patience
+        )
         if before is not None:
             self.flight.take_over(before)
 
@@ -159,6 +187,7 @@ class Reducer:
         self.transport, self.peers = transport, peers
         self._conclusion = Conclusion(peers, transport.world)
         self.phase, self._step = Phase.IDLE, None
+        self.drift.forget()
         self._first_step = self.steps
         self.arrivals.forget()
         self.plan_is_agreed = self.has_rebuilt = False
@@ -182,6 +211,7 @@ class Reducer:
         Raises:
             StepError: With ``missing_gradients="wait"``, if gradients of the last step are missing.
         """
+        self.drift.forwards += 1
         if self._taps_are_suspect:
             self._taps_are_suspect = False
             if not self.taps.are_intact(range(len(self.parameters))):
@@ -189,27 +219,45 @@ class Reducer:
         if self.phase in (Phase.REDUCING, Phase.WAITING) and not is_inside_backward():
             self._end_unfinished_step()
 
+    def suspect_taps(self) -> None:
+        """The module was changed: look before the next forward whether we still hear all of it."""
+        self._taps_are_suspect = True
+
+    def expect_backward(self) -> None:
+        """Synchronise the next backward."""
+        self._context_id = current_context_id()
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.ARMED
+
     def arm(self, output: Any) -> Any:
         """Expect a backward through the output that is returned."""
         self._context_id = current_context_id()
         if self._context_id is not None and self.policy.tracks_unused:
             sparse = [spec.sparse for spec in self.specs]
             output = attach_unreached(output, self.parameters, self.taps.nodes, sparse)
+        roots = nodes_of(output)
+        reached = is_in_graph(roots, self._nodes)
+        if roots and not reached:
+            if is_inside_transform() or not any(map(_requires_grad, self.parameters)):
+                # Its gradients are handed out (torch.func.grad); or all is frozen, as a GAN's
+                # discriminator is while its generator learns.
+                return output
+            reached = self._is_heard_again(roots)
         if self.phase is Phase.IDLE:
             self.phase = Phase.ARMED
-        roots = nodes_of(output)
-        if roots:
-            tap_nodes(roots, self, leads_to_parameters=self._is_reached(roots))
+        tap_nodes(roots, self, leads_to_parameters=reached)
         return output
 
-    def _is_reached(self, roots: Set[Any]) -> bool:
-        """Say whether parameters hang on an output; see that we still listen to them.
+    def arm_if_reached(self, output: Any) -> Any:
+        """Expect a backward if parameters hang on the output: a forward ran with lent tensors."""
+        return self.arm(output) if is_in_graph(nodes_of(output), self._nodes) else output
+
+    def _is_heard_again(self, roots: Set[Any]) -> bool:
+        """Say whether parameters hang on an output to which we no longer listened.
 
         To convert a parameter makes autograd forget its hooks. A module is converted as a whole: we
         are deaf if the graph has none of our nodes, and then one parameter tells.
         """
-        if is_in_graph(roots, self._nodes):
-            return True
         if self.taps.are_intact((0,)):
             return False
         self.retap()
@@ -217,6 +265,7 @@ class Reducer:
 
     def disarm(self) -> None:
         """A forward has run that is not synchronised: gradients that come next are local."""
+        self.drift.on_local_forward()
         if self.phase is Phase.ARMED:
             self.phase = Phase.IDLE
 
@@ -224,6 +273,7 @@ class Reducer:
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward has reached an output: the step begins, if it wants gradients of ours."""
+        self.peers.check_process()
         with self._lock, _without_graph():
             if self.phase is Phase.REDUCING:
                 return
@@ -253,15 +303,26 @@ class Reducer:
 
     def _begin_at_gradient(self) -> bool:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
-        if self.phase is Phase.IDLE:
+        if self.phase is Phase.IDLE or self._is_others_gradient():
+            if self.phase is Phase.IDLE:
+                self.drift.on_local_gradient()
             for index in self._inbox.take()[0]:
                 if self.policy.tracks_unused and self.parameters[index].grad is not None:
                     self.usage.flags[index] = 1
             return False
         # The engine of distributed autograd runs this node without admitting that it will.
         node = self.taps.nodes[self._inbox.first()]
-        self._begin(in_context=reach_of(node) is not Reach.RUNS)
+        in_context = reach_of(node) is not Reach.RUNS
+        self._begin(in_context=in_context, outer=None if in_context else enclosing_backward_node())
         return True
+
+    def _is_others_gradient(self) -> bool:
+        """Say whether a backward that did not reach our outputs is that of another wrapper."""
+        if self.phase is not Phase.ARMED or not self.sharing:
+            return False
+        index = self._inbox.first()
+        is_local = reach_of(self.taps.nodes[index]) is Reach.RUNS
+        return is_local and self.sharing.is_others_business(index)
 
     def _take(self, step: Step, indices: Sequence[int], left: Sequence[int]) -> None:
         """Count gradients, bring in what is left, start buckets that are full. The hot path."""
@@ -290,11 +351,22 @@ class Reducer:
         self._inbox.due = due
         return due
 
-    def _begin(self, *, in_context: bool) -> Step:
-        """Open the buckets for a new step, or go on with one that waits for gradients."""
-        queue_callback(self._finish)
+    @never_compiled
+    def _begin(self, *, in_context: bool, outer: Any = None) -> Step:
+        """Open the buckets for a new step, or go on with one that waits for gradients.
+
+        With a node of an ``outer`` backward, which runs this one inside of it, as reentrant
+        checkpointing does: the step ends with that. What it leaves unused is seen at its end.
+        """
+        finish = self.sharing.watch(self._finish)
+        if outer is None:
+            queue_callback(finish)
+        else:
+            outer.register_hook(lambda *_: queue_callback(finish))
         if self.phase is Phase.WAITING and self._step is not None:
             self.phase = Phase.REDUCING
+            if self.sharing:
+                self.sharing.meet(self._step)
             self._set_due(self._step)
             return self._step
         in_context = in_context and self._context_id is not None
@@ -303,7 +375,7 @@ class Reducer:
         if self.arrivals.counts is not None:
             unused = [i for i, count in enumerate(self.arrivals.counts) if not count]
             self._take_absent(step, [self.slots[index] for index in unused])
-        elif self.policy.find_unused and not self.policy.static_graph and not in_context:
+        elif self.policy.searches_unused and not in_context and outer is None:
             self._take_absent(step, self._search_unused())
         self._set_due(step)
         return step
@@ -318,8 +390,12 @@ class Reducer:
         factor = self._prefactor(self.weight)
         number = self.steps - self._first_step
         step = Step(number, self.transport.rank, home, self.weight, factor, joined=joined)
+        if not joined:
+            step.drift = self.drift.take()
         step.is_brought_in = self._open_inbox(step)
         self.phase, self._step = Phase.REDUCING, step
+        if self.sharing and not joined:
+            self.sharing.meet(step)
         return step
 
     def _open_inbox(self, step: Step) -> bool:
@@ -359,8 +435,10 @@ class Reducer:
 
     # --- backward: finish ----------------------------------------------------------------------
 
+    @never_compiled
     def _finish(self) -> None:
         """The backward is over. Runs as the engine's final callback."""
+        self.peers.check_process()
         with self._lock, _without_graph():
             step = self._step
             if step is None or self.phase is not Phase.REDUCING:
@@ -408,11 +486,15 @@ class Reducer:
             self._close()
 
     def _conclude(self, step: Step, block: ControlBlock) -> None:
-        has_hook = self.flight.hook is not None
-        self.skipped_steps += self._conclusion.conclude(
-            step, block, self.buckets, self.policy, has_hook=has_hook
+        if step.shared:
+            self.sharing.leave_to_others(step)
+        is_skipped = self._conclusion.conclude(
+            step, block, self.buckets, self.policy, self.drift, has_hook=self.has_hook
         )
-        self.drain.take_rest(self.flight)
+        self.skipped_steps += is_skipped
+        if is_skipped and step.left:
+            self.sharing.skip()
+        self.drain.take_rest(step, self.flight)
         self.arrivals.learn(static_graph=self.policy.static_graph)
         reduced = [bucket for bucket in self.buckets if not self.flight.is_skipped(bucket)]
         self.buckets_reduced = len(reduced)
@@ -420,6 +502,8 @@ class Reducer:
 
     def _close(self) -> None:
         """Leave nothing behind that could hold memory or disturb the next step."""
+        for index in self._step.shared if self._step is not None else ():
+            self.slots[index].is_shared = False
         self.phase, self._step = Phase.IDLE, None
         self.steps += 1
         self._inbox.shut()
@@ -427,10 +511,56 @@ class Reducer:
         self._inbox.due = 1
         self.clock.step_ended = time.perf_counter_ns()
         self.flight.close()
+        self.drift.on_sync_end()
         self.join_divisor = None
         if self.policy.tracks_unused:
             self.usage.close_step()
         self.after_step()
+
+    # --- other wrappers of the same parameters: [Note: shared parameters] in sharing.py -----------
+
+    @property
+    def step_in_flight(self) -> Step | None:
+        """The step whose backward is running, if any."""
+        return self._step if self.phase is Phase.REDUCING else None
+
+    @property
+    def group_ranks(self) -> tuple[int, ...]:
+        """The ranks that reduce, in the numbers of the default group."""
+        return self.peers.ranks
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether a communication hook takes the place of the reduction."""
+        return self.flight.hook is not None
+
+    def keep_apart(self, step: Step, indices: Sequence[int]) -> None:
+        """Leave gradients that have not arrived yet outside of the buckets until the step ends."""
+        for index in indices:
+            slot, arrived = self.slots[index], self.arrivals.arrived[index]
+            if arrived or slot.is_shared:
+                continue
+            slot.is_shared = True
+            step.shared.add(index)
+            self._inbox.withhold(index)
+            if slot.view is not None and slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether a forward has run whose backward is to come."""
+        return self.phase is Phase.ARMED
+
+    def refuse(self, kind: FailureKind, detail: str) -> None:
+        """Take part in the step that peers wait for, only to say on all ranks why it cannot be.
+
+        Raises:
+            StepError: On every rank.
+        """
+        with self._lock, _without_graph():
+            step = self._open_step(self.local_home)
+            step.fail(kind, [], detail)
+            self._complete(step, self.slots)
 
     # --- joined ranks --------------------------------------------------------------------------
 
@@ -443,7 +573,7 @@ class Reducer:
                     self._empty(bucket)
                     self.flight.start(step, bucket)
                 self.block = self.flight.land(step)
-                self.peers.judge(self.block, None, self.policy)
+                self.peers.judge(self.block, None, self.policy, self.drift)
                 if self.block.any(Flag.WEIGHTED):
                     self._conclusion.weighted_mean.finish([], self.block, multiplier=1.0)
                 self.arrivals.learn()
@@ -526,7 +656,9 @@ class Reducer:
             changed = converted(slots)
             if changed:
                 step.fail(FailureKind.GRADIENT_MISMATCH, changed, conversion(changed[0]))
-        step.fail(FailureKind.MISSING, slots)
+        frozen = [slot.spec.name for slot in slots if not self.parameters[slot.index].requires_grad]
+        detail = f"requires_grad is False there: {', '.join(frozen)}" if frozen else ""
+        step.fail(FailureKind.MISSING, slots, detail)
 
     def _note_unexpected(self, step: Step, slot: Slot) -> None:
         is_static = self.arrivals.counts is not None

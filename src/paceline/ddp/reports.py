@@ -11,6 +11,8 @@ class FailureKind(enum.Enum):
     """Why a step failed on a rank; the first of all ranks' kinds in this order is the error."""
 
     BACKWARD_RAISED = "backward raised"
+    JOIN = "several steps under join"
+    SHARED = "shared parameters"
     HOOK = "communication hook"
     GRAPH_CHANGED = "graph changed"
     READY_TWICE = "ready twice"

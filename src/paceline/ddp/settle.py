@@ -26,16 +26,25 @@ def _settle_dense(step: Step, block: ControlBlock) -> None:
     for slot in step.absent:
         if slot.index in unused:
             _restore(step, slot)
-    concerned = [s for s in (*step.unsettled, *step.absent) if s.index not in unused]
+    hidden = unused | step.left  # [Note: shared parameters] in sharing.py
+    concerned = [s for s in (*step.unsettled, *step.absent) if s.index not in hidden]
     step.home.settle([slot for slot in concerned if slot.view is not None])
 
 
 def _settle_sparse(step: Step, block: ControlBlock, bucket: Bucket) -> None:
+    index = bucket.slots[0].index
+    is_unused = bool(block.used) and block.used[index] == 0
+    if is_unused or index in step.left:
+        bucket.sparse_gradient = None
+    else:
+        show_sparse(step, bucket)
+
+
+def show_sparse(step: Step, bucket: Bucket) -> None:
+    """Let the outside show a reduced sparse gradient, once."""
     gradient, bucket.sparse_gradient = bucket.sparse_gradient, None
-    slot = bucket.slots[0]
-    is_unused = bool(block.used) and block.used[slot.index] == 0
-    if gradient is not None and not is_unused:
-        step.home.settle_sparse(slot, gradient)
+    if gradient is not None:
+        step.home.settle_sparse(bucket.slots[0], gradient)
 
 
 def _restore(step: Step, slot: Slot) -> None:

@@ -29,6 +29,11 @@ class Step:
         unsettled: Slots whose results must still be shown outside.
         stash: Old gradients of absent parameters, in case no rank used them.
         failure: The first thing that went wrong here.
+        shared: Slots that another step has too, by index ([Note: shared parameters] in sharing.py).
+        left: Those of them that another step will show, which ends later.
+        zeroed: Those of them that are zero, because another step was left out.
+        drift: What this rank did since its last synchronised backward, as ranks compare it
+            (:mod:`paceline.ddp.drift`).
         is_cut_off: A hook failed before it started a collective, so this rank can no longer know
             which collective its peers are in: it must not start any.
     """
@@ -43,7 +48,11 @@ class Step:
     absent: list[Slot] = field(default_factory=list)
     unsettled: list[Slot] = field(default_factory=list)
     stash: dict[int, torch.Tensor] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
+    zeroed: set[int] = field(default_factory=set)
     failure: FailureReport | None = None
+    drift: int = 0
     is_cut_off: bool = False
 
     def fail(self, kind: FailureKind, slots: Sequence[Slot], detail: str = "") -> None:

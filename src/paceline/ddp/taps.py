@@ -22,7 +22,7 @@ import torch
 from paceline.buckets import Slot
 from paceline.ddp.unused import find_tensors
 from paceline.shm.extension import native
-from paceline.torch_private import tensor_exchange
+from paceline.torch_private import never_compiled, tensor_exchange
 
 WAITING_BYTES = 4 << 20
 """Large gradients wait until they have so many bytes together: this bounds the extra memory."""
@@ -104,6 +104,7 @@ class PythonInbox:
     def __len__(self) -> int:
         return len(self._items)
 
+    @never_compiled
     def tap(self, index: int, large_bytes: int, /) -> Callable[..., None]:
         """Return a hook; autograd hands it gradients, which it does not look at."""
 
@@ -145,6 +146,7 @@ class PythonInbox:
         self._items.clear()
 
 
+@never_compiled
 def make_inbox(listener: Listener) -> Inbox:
     """Make an inbox that tells the listener, as long as it lives; in C if that was built."""
     reference = weakref.ref(listener)
@@ -188,9 +190,14 @@ class GradientTaps:
 
 
 def _accumulate_node(parameter: torch.Tensor) -> Any:
-    """Return the node at which a parameter's gradient is accumulated."""
+    """Return the node at which a parameter's gradient is accumulated; also if it is frozen now."""
+    is_frozen = not parameter.requires_grad
+    if is_frozen:
+        parameter.requires_grad_()
     with torch.enable_grad():
         grad_fn = parameter.view_as(parameter).grad_fn
+    if is_frozen:
+        parameter.requires_grad_(False)
     assert grad_fn is not None
     return grad_fn.next_functions[0][0]
 
@@ -200,6 +207,7 @@ def nodes_of(output: Any) -> set[Any]:
     return {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
 
 
+@never_compiled
 def tap_nodes(nodes: Iterable[Any], listener: Listener, *, leads_to_parameters: bool) -> None:
     """Tell the listener when a backward reaches one of these nodes of a forward's output.
 

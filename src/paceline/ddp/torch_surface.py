@@ -19,7 +19,7 @@ from paceline.ddp.buffers import Moment, RegisteredBufferHook
 from paceline.ddp.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
 from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
 from paceline.ddp.peers import Peers
-from paceline.errors import ConfigurationError, PickleError, TooLateError
+from paceline.errors import ArgumentTypeError, ConfigurationError, PickleError, TooLateError
 from paceline.torch_private import (
     BufferHookLocation,
     BuiltinHookType,
@@ -49,6 +49,8 @@ _NOT_PICKLED = (
     "_swap",
     "_delayed",
     "_census",
+    "_foreign",
+    "_inner",
     "_comm_hooks",
 )
 
@@ -136,8 +138,9 @@ class TorchSurface(TorchDDP):
         if dist.is_initialized() and self.process_group == default_group():
             return
         raise PickleError(
-            "A DistributedDataParallel can be pickled only while it uses the default process "
-            "group, because groups cannot be. Save ddp.module.state_dict() instead."
+            "DDP Pickling/Unpickling are only supported when using DDP with the default process "
+            "group, because other groups cannot be found again. Save ddp.module.state_dict() "
+            "instead."
         )
 
     # --- buffers -------------------------------------------------------------------------------
@@ -174,7 +177,10 @@ class TorchSurface(TorchDDP):
         It may return futures; the end of the backward waits for them.
         """
         if not callable(hook):
-            raise AssertionError(f"a buffer hook must be callable, but it is {hook!r}")
+            raise AssertionError(
+                f"A buffer hook must be callable, got {type(hook).__name__}: {hook!r}. Write "
+                "def hook(state, named_buffers)."
+            )
         moment = Moment(comm_hook_location)
         self._buffer_sync.hook = RegisteredBufferHook(hook, state, moment)
 
@@ -200,10 +206,16 @@ class TorchSurface(TorchDDP):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register one of torch's two built-in hooks."""
-        make = {
+        known = {
             BuiltinHookType.ALLREDUCE: allreduce_mean,
             BuiltinHookType.FP16_COMPRESS: fp16_mean,
-        }[comm_hook_type]
+        }
+        if not isinstance(comm_hook_type, BuiltinHookType):
+            raise ArgumentTypeError(
+                f"comm_hook_type is a member of dist.BuiltinCommHookType, not {comm_hook_type!r}. "
+                "Functions are registered with register_comm_hook(state, hook)."
+            )
+        make = known[comm_hook_type]
         self._set_hook(
             RegisteredHook(make(self.process_group), None, str(comm_hook_type), self.process_group)
         )
@@ -220,9 +232,9 @@ class TorchSurface(TorchDDP):
             return
         if self._forwards:
             error = TooLateError(
-                "_set_static_graph() should be called before training loop starts, but "
-                f"{self._forwards} forward passes have run. Pass static_graph=True to the "
-                "constructor."
+                "_set_static_graph() should be called before training loop starts and after "
+                f"DistributedDataParallel is constructed, but {self._forwards} forward passes have "
+                "run. Pass static_graph=True to the constructor."
             )
             self.logger.set_error(error)
             raise error
@@ -257,8 +269,8 @@ class TorchSurface(TorchDDP):
             return
         self.process_group = new_process_group
         self._transport = self._make_transport(new_process_group)
-        self._peers = Peers(new_process_group, self.device)
-        self._buffer_sync.group = new_process_group
+        self._peers = Peers(self.process_group, self._transport, self.device)
+        self._buffer_sync.transport = self._transport
         if self.reducer is not None:
             self.reducer.change_transport(self._transport, self._peers)
 
@@ -291,10 +303,10 @@ class TorchSurface(TorchDDP):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Record times in the first ten steps, then in every ``sample_rate``-th."""
-        if sample_rate < 1:
+        if not _is_positive(sample_rate):
             error = ConfigurationError(
-                f"A sample rate of {sample_rate} is not possible: it should be equal or greater "
-                "than 1 (1 records every step)."
+                "DDP runtime logging sample rate should be equal or greater than 1 (which records "
+                f"every step), and it is {sample_rate!r}."
             )
             self.logger.set_error(error)
             raise error
@@ -304,3 +316,7 @@ class TorchSurface(TorchDDP):
         error = err_type(err_msg)
         self.logger.set_error(error)
         raise error
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1

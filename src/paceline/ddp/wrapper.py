@@ -27,13 +27,32 @@ from paceline.config import (
     parse_choice,
 )
 from paceline.ddp import arguments
+from paceline.ddp.argument_types import check_types
+from paceline.ddp.attempts import tells_peers
 from paceline.ddp.buffers import BufferSync, Moment
 from paceline.ddp.census import ParameterCensus
 from paceline.ddp.comm_hook import RegisteredHook, check_hook
 from paceline.ddp.delayed import DelayedReduction
+from paceline.ddp.foreign import ForeignGuard, know_foreign_wrappers
 from paceline.ddp.init_sync import broadcast_module, verify_same_model
-from paceline.ddp.join import DDPJoinHook, active_ranks, agree_on_sync, find_common_rank
+from paceline.ddp.join import (
+    DDPJoinHook,
+    active_ranks,
+    agree_on_sync,
+    announce,
+    check_alone,
+    check_mirrored,
+    find_common_rank,
+    shadow_announcement,
+)
 from paceline.ddp.logging_data import LoggingData
+from paceline.ddp.nesting import (
+    find_wrappers,
+    reducers_inside,
+    weight_error,
+    with_weight,
+    without_sync,
+)
 from paceline.ddp.overlap import run_optimizers, take_over_optimizers
 from paceline.ddp.peers import Peers
 from paceline.ddp.precision import PrecisionHome, PrecisionSwap, reduce_dtype
@@ -48,6 +67,7 @@ from paceline.freed_memory import keep_freed_memory
 from paceline.gloo_threads import settle_gloo_at_exit
 from paceline.observe import DDPStats
 from paceline.torch_private import (
+    JoinByMessages,
     MixedPrecisionConfig,
     TorchDDP,
     compiler_callback,
@@ -94,6 +114,7 @@ class DistributedDataParallel(TorchSurface):
         print(model.stats())
     """
 
+    @tells_peers
     def __init__(
         self,
         module: torch.nn.Module,
@@ -121,6 +142,7 @@ class DistributedDataParallel(TorchSurface):
         missing_gradients: str = "raise",
         transport: str = "auto",
     ) -> None:
+        check_types(locals())
         # Not super().__init__(): torch's class would build its own reducer. We are a subclass so
         # that isinstance checks, in torch and elsewhere, hold (docs/decisions/0001).
         torch.nn.Module.__init__(self)
@@ -128,9 +150,11 @@ class DistributedDataParallel(TorchSurface):
         self.logger = LoggingData()
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: the "
-                "second says when the first are reduced. Give both, or neither."
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+                "same time: the second says when the first are reduced. Give both, or neither."
             )
+        if delay_all_reduce_named_params is not None:
+            arguments.check_delayable(nonfinite, mixed_precision)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         if check_reduction:
@@ -141,16 +165,17 @@ class DistributedDataParallel(TorchSurface):
         self.parameters_to_ignore = ignored | {name for name, _ in delayed}
         everything = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
         arguments.check_parameters(everything, some_delayed=bool(delayed))
+        arguments.check_norms(module)
         on_devices = everything or [parameter for _, parameter in delayed]
         self._settings = Settings(
             policy=ReducePolicy(
                 views=GradientViews.from_argument(gradient_as_bucket_view),
-                find_unused=find_unused_parameters,
-                static_graph=static_graph,
-                skip_unused=skip_all_reduce_unused_params,
+                find_unused=bool(find_unused_parameters),
+                static_graph=bool(static_graph),
+                skip_unused=bool(skip_all_reduce_unused_params),
                 nonfinite=parse_choice(NonFinite, "nonfinite", nonfinite),
                 missing=parse_choice(MissingGradients, "missing_gradients", missing_gradients),
-                batched_copy=batched_grad_copy,
+                batched_copy=bool(batched_grad_copy),
             ),
             caps=BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list),
             placement=arguments.choose_placement(on_devices, device_ids, output_device),
@@ -172,11 +197,10 @@ class DistributedDataParallel(TorchSurface):
 
     # --- parts ---------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def _build_parts(self) -> None:
         """Build everything that is not pickled."""
         settings = self._settings
-        self._peers = Peers(self.process_group, self.device)
-        self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self.process_group)
         precision = settings.mixed_precision
         specs, parameters = find_trainables(
             self.module,
@@ -189,9 +213,12 @@ class DistributedDataParallel(TorchSurface):
             keep_freed_memory()
         settle_gloo_at_exit()
         self._transport = self._make_transport(self.process_group)
+        self._peers = Peers(self.process_group, self._transport, self.device)
+        self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self._transport)
         self._census = ParameterCensus(self.module, self.parameters_to_ignore, parameters)
         self._runs_own_parameters = True
         self._comm_hooks: list[tuple[Any, Any]] = []
+        self._inner = find_wrappers(self.module)
         self._lazy_init_ran = False
         if not parameters:
             self.reducer: Reducer | None = None
@@ -204,6 +231,8 @@ class DistributedDataParallel(TorchSurface):
             gives_views = settings.policy.views is not GradientViews.NEVER
             self.reducer.local_home = PrecisionHome(self._swap, gives_views=gives_views)
             self.reducer.after_step = self._swap.leave
+        self._foreign = ForeignGuard(self, self.reducer)
+        know_foreign_wrappers(DistributedDataParallel)
         self._log_construction(self.reducer)
 
     def _make_transport(self, group: dist.ProcessGroup) -> DeferredTransport:
@@ -211,13 +240,14 @@ class DistributedDataParallel(TorchSurface):
         gradient_bytes = sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
         return DeferredTransport(group, self._settings.transport, self.device, gradient_bytes)
 
+    @torch.inference_mode(False)
     def _start_equal(self) -> None:
         """Verify that ranks hold the same model, then copy rank 0's state to all."""
         settings = self._settings
         self._transport.resolve()
         if self.reducer is not None:
             verify_same_model(
-                self.process_group,
+                self._transport.messages,
                 self.reducer.specs,
                 settings.policy,
                 settings.caps,
@@ -226,12 +256,13 @@ class DistributedDataParallel(TorchSurface):
             self.reducer.plan_is_agreed = True
         broadcast_module(
             self.module,
-            self.process_group,
+            self._transport.messages,
             source=0,
             ignored=self.parameters_to_ignore,
             with_buffers=settings.buffers.at_construction,
         )
 
+    @torch.inference_mode(False)
     def _delay(
         self, parameters: Sequence[torch.nn.Parameter], trigger: torch.nn.Parameter | None
     ) -> None:
@@ -239,7 +270,6 @@ class DistributedDataParallel(TorchSurface):
         self._delayed = DelayedReduction(
             parameters,
             trigger,
-            self.process_group,
             self._transport,
             is_synced=lambda: self.require_backward_grad_sync,
         )
@@ -252,59 +282,88 @@ class DistributedDataParallel(TorchSurface):
         if compiler_callback() is None and not is_profiled():
             return self._run_unseen(inputs, kwargs)
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            placed, placed_kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
-                output = self.module(*inputs, **kwargs)
+                try:
+                    output = self.module(*placed, **placed_kwargs)
+                except Exception:
+                    self._abandon_forward(inputs, kwargs)
+                    raise
             return self._post_forward(output)
 
     def _run_unseen(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same in fewer calls, while neither a compiler nor a profiler looks on."""
-        inputs, kwargs = self._enter_forward(*inputs, **kwargs)
+        placed, placed_kwargs = self._enter_forward(*inputs, **kwargs)
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
-            output = self.module(*inputs, **kwargs)
+            output = self.module(*placed, **placed_kwargs)
+        except Exception:
+            self._abandon_forward(inputs, kwargs)
+            raise
         finally:
             TorchDDP._active_ddp_module = outer
         return self._leave_forward(output)
 
     def _enter_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._peers.check_process()
         if not self._lazy_init_ran:
             self._lazy_init()
         if self.reducer is not None:
-            if self._will_sync() and not is_inside_backward():
-                self._prepare_sync(self.reducer)
+            if torch.is_grad_enabled():
+                self._begin_forward(self.reducer, inputs, kwargs)
             if self._join_config.enable:
-                self._announce_to_joined(self.reducer)
-            if self._syncs_buffers(Moment.BEFORE_FORWARD):
+                self._enter_joined(self.reducer)
+            elif self._syncs_buffers(Moment.BEFORE_FORWARD):
                 self._sync_buffers()
-            if self._join_config.enable:
-                agree_on_sync(self, self.require_backward_grad_sync, wait=False)
         if self.device_ids:
             target = torch.device(self.device_type, self.device_ids[0])
             side_stream = self.use_side_stream_for_tensor_copies
             inputs, kwargs = move_inputs(inputs, kwargs, target, side_stream)
         if self._swap is not None:
             inputs, kwargs = self._swap.cast_inputs(inputs, kwargs)
-            self._swap.enter()
-            if self.reducer is not None:
+            self._entered_low = self._swap.enter()
+            if self._entered_low and self.reducer is not None:
                 self.reducer.retap()
         return inputs, kwargs
 
     _pre_forward = not_compiled(_enter_forward)
 
+    def _begin_forward(self, reducer: Reducer, inputs: Any, kwargs: Any) -> None:
+        if reducer.drift.abandoned:
+            reducer.drift.begin_again((inputs, kwargs))
+        if self.require_backward_grad_sync and not is_inside_backward():
+            self._prepare_sync(reducer)
+
     def _prepare_sync(self, reducer: Reducer) -> None:
-        self._runs_own_parameters = self._census.is_unchanged() or self._recount()
+        self._foreign.check()
+        self._runs_own_parameters = self._census.is_unchanged() or self._recount(reducer)
         reducer.prepare_forward()
         if self.logger.is_sampled(self._forwards):
             self.logger.sample(self._forwards, reducer.clock)
         self._forwards += 1
         reducer.clock.start_forward()
 
-    def _announce_to_joined(self, reducer: Reducer) -> None:
-        """Inside of a join context: tell ranks that have left their loops that this one has not."""
-        work = Join.notify_join_context(self)
+    @not_compiled
+    def _abandon_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.reducer is not None and self._will_sync():
+            self.reducer.drift.abandon((inputs, kwargs))
+
+    def _enter_joined(self, reducer: Reducer) -> None:
+        """Inside of a join context: tell ranks that have left their loops that this one has not.
+
+        They mirror one forward for each backward. A further forward before the same backward is
+        this rank's own business, then.
+        """
+        check_mirrored(self)
+        check_alone(self, self._will_sync())
+        if reducer.is_armed:
+            return
+        work = announce(self)
         if work is not None and not self._divide_by_initial_world_size:
-            reducer.join_divisor = lambda: active_ranks(work)
+            reducer.join_divisor = lambda: active_ranks(self.process_group, work)
+        if self._syncs_buffers(Moment.BEFORE_FORWARD):
+            self._sync_buffers()
+        agree_on_sync(self, self._will_sync(), wait=False)
 
     def _leave_forward(self, output: Any) -> Any:
         if self.reducer is not None:
@@ -314,6 +373,8 @@ class DistributedDataParallel(TorchSurface):
             self.require_forward_param_sync = syncs
             if syncs and self._runs_own_parameters:
                 output = self.reducer.arm(output)
+            elif syncs:
+                output = self.reducer.arm_if_reached(output)
             elif torch.is_grad_enabled():
                 self.reducer.disarm()
             if self._swap is not None and not syncs:
@@ -329,23 +390,28 @@ class DistributedDataParallel(TorchSurface):
         nodes = nodes_of(output)
         if torch.is_grad_enabled() and nodes:
             tap_nodes(nodes, swap, leads_to_parameters=False)
-        else:
+        elif self._entered_low:
             swap.leave()
 
     def _will_sync(self) -> bool:
         return self.require_backward_grad_sync and torch.is_grad_enabled()
 
-    def _recount(self) -> bool:
+    def _recount(self, reducer: Reducer) -> bool:
         try:
-            return self._census.check_again(self._transport.rank)
+            is_own = self._census.check_again(self._transport.rank)
         except ParametersChangedError as error:
             self.logger.set_error(error)
             raise
+        if is_own:
+            reducer.suspect_taps()
+        return is_own
 
     def _lazy_init(self) -> None:
         self._lazy_init_ran = True
         if self.reducer is not None and take_over_optimizers(self.reducer.parameters):
             self.reducer.drain.after_bucket = run_optimizers
+        if self._delayed is not None:
+            self._delayed.take_over_optimizers()
 
     # --- what users call -----------------------------------------------------------------------
 
@@ -353,14 +419,11 @@ class DistributedDataParallel(TorchSurface):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally; the first backward of a forward outside reduces the sum.
 
-        The forward must be inside the context too. Contexts may be nested.
+        The forward must be inside the context too. Contexts may be nested. Wrappers inside of the
+        module do the same.
         """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
+        with without_sync([self, *self._inner]):
             yield
-        finally:
-            self.require_backward_grad_sync = before
 
     @contextlib.contextmanager
     def weighted(self, n: float) -> Iterator[None]:
@@ -373,12 +436,17 @@ class DistributedDataParallel(TorchSurface):
         them.
         """
         weight = check_weight(n, self._transport.rank)
-        reducer = self._require_reducer("weighted()")
-        before, reducer.weight = reducer.weight, weight
-        try:
+        with with_weight(self._weighted_reducers(), weight):
             yield
-        finally:
-            reducer.weight = before
+
+    def _weighted_reducers(self) -> list[Reducer]:
+        """Return whose gradients weighted() concerns: those of wrappers inside, too."""
+        if self._delayed is not None:
+            raise weight_error("delayed parameters")
+        found = reducers_inside(self._inner, DistributedDataParallel)
+        if self.reducer is not None:
+            found.append(self.reducer)
+        return found or [self._require_reducer("weighted()")]
 
     def stats(self) -> DDPStats:
         """Return a snapshot: steps, and the sizes and times of every bucket in the latest step."""
@@ -411,9 +479,9 @@ class DistributedDataParallel(TorchSurface):
         reducer = self._require_reducer("register_comm_hook()")
         if reducer.flight.hook is not None:
             raise HookAlreadyRegisteredError(
-                f"The communication hook {reducer.flight.hook.name} is registered already, so "
-                f"{hook.name} cannot be: a wrapper has one hook. To combine two, write a hook that "
-                "calls both."
+                "register_comm_hook or register_builtin_comm_hook can only be called once: the "
+                f"communication hook {reducer.flight.hook.name} is registered already, so "
+                f"{hook.name} cannot be. To combine two, write a hook that calls both."
             )
         reducer.flight.hook = hook
         self.logger.set("comm_hook", hook.name)
@@ -433,8 +501,11 @@ class DistributedDataParallel(TorchSurface):
             enable: False turns the context off, for inputs known to be even.
             throw_on_early_termination: Raise on every rank as soon as one runs out of inputs.
         """
-        return Join(
+        if enable:
+            check_mirrored(self)
+        return JoinByMessages(
             [self],
+            partial(shadow_announcement, self.process_group),
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -442,6 +513,7 @@ class DistributedDataParallel(TorchSurface):
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """Return this wrapper's part in a join context."""
+        self._peers.check_process()
         divide = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self, divide_by_initial_world_size=divide)
 
@@ -478,11 +550,13 @@ class DistributedDataParallel(TorchSurface):
         self._authoritative_rank = find_common_rank(self, is_last_joiner)
         broadcast_module(
             self.module,
-            self.process_group,
+            self._transport.messages,
             source=self._authoritative_rank,
             ignored=self.parameters_to_ignore,
             with_buffers=self.forward_sync_buffers,
         )
+        if self.reducer is not None:
+            self.reducer.drift.forget()
 
     def _change_policy(self, **changes: Any) -> None:
         self._settings = replace(self._settings, policy=replace(self._settings.policy, **changes))

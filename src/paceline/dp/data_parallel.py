@@ -147,7 +147,7 @@ def data_parallel(
     devices = all_accelerators() if device_ids is None else parse_devices(device_ids)
     if not devices:
         raise PlacementError(
-            "data_parallel has no device to run on: device_ids is empty, or is None on a machine "
+            "no available devices were found: device_ids is empty, or is None on a machine "
             'without accelerators. For replicas on CPU threads, write device_ids=["cpu", "cpu"].'
         )
     if not isinstance(inputs, tuple):
@@ -189,9 +189,9 @@ def _check_placement(module: nn.Module, device: torch.device) -> None:
     for name, tensor in _tensors_of(module):
         if tensor.device != device:
             raise PlacementError(
-                f"The module must have its parameters and buffers on {device}, the first of "
-                f"device_ids, and {name} is on {tensor.device}. Call module.to({str(device)!r}), "
-                "or put the module's device first.",
+                f"module must have its parameters and buffers on device {device} (device_ids[0]) "
+                f"but found one of them on device: {tensor.device}. It is {name}. Call "
+                f"module.to({str(device)!r}), or put the module's device first.",
                 parameters=[name],
             )
 

@@ -60,8 +60,8 @@ def _check_lengths(count: int, **given: Sequence[Any] | None) -> None:
     for name, sequence in given.items():
         if sequence is not None and len(sequence) != count:
             raise ReplicaCountError(
-                f"parallel_apply got {count} modules and {len(sequence)} {name}. Give one entry of "
-                f"{name} for each module."
+                f"The number of modules {count} is not equal to the number of {name} "
+                f"{len(sequence)}. Give parallel_apply one entry of {name} for each module."
             )
 
 
@@ -125,7 +125,9 @@ def _raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -
     first = failed[0]
     error = outcomes[first].error
     assert error is not None
-    text = f"Raised by replica {first} of {len(outcomes)}, on {devices[first]}."
+    where = f"Caught {type(error).__name__} in replica {first} on device {devices[first]}."
+    put_first(error, where)
+    text = f"{where} Raised by replica {first} of {len(outcomes)}, on {devices[first]}."
     for other in failed[1:]:
         text += f" Replica {other} failed too: {type(outcomes[other].error).__name__}."
     tell_where(error, text)
@@ -135,6 +137,23 @@ def _raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -
         raise error
     finally:
         del error  # else this frame and the exception would hold each other
+
+
+class _Text(str):
+    """A text that a KeyError, which shows the repr of its key, shows as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def put_first(error: BaseException, text: str) -> None:
+    """Put torch's phrase in front of the text of an exception that has nothing but a text."""
+    if not error.args:
+        error.args = (text,)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (_Text(f"{text}\n{error.args[0]}"),)
 
 
 def tell_where(error: BaseException, text: str) -> None:

@@ -73,15 +73,16 @@ def _check_replicable(name: str, module: nn.Module) -> None:
     for key, parameter in module._parameters.items():
         if parameter is not None and is_lazy(parameter):
             raise UntrainableModuleError(
-                f"Modules with uninitialized parameters cannot be replicated: "
+                "Modules with uninitialized parameters can't be used with DataParallel: "
                 f"{f'{name}.' if name else ''}{key} has no shape yet. Run one batch through the "
                 "module first.",
                 parameters=[f"{name}.{key}" if name else key],
             )
     if isinstance(module, torch.jit.ScriptModule):
         raise PlacementError(
-            f"{name or 'The module'} is a ScriptModule ({type(module).__name__}), which cannot be "
-            "replicated. Wrap the Python module that it was made from."
+            "Cannot replicate network where python modules are children of ScriptModule: "
+            f"{name or 'the module'} is one ({type(module).__name__}). Wrap the Python module that "
+            "it was made from."
         )
 
 

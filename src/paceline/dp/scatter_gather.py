@@ -187,10 +187,11 @@ def _contents_like(first: Any, output: Any, replica: int) -> list[Any]:
         mine, theirs = list(range(len(first))), list(range(len(output)))
     if len(mine) != len(theirs) or set(mine) != set(theirs):
         what = "keys" if isinstance(first, dict) else "entries"
+        same = "All dicts must have the same number of keys" if what == "keys" else "Other contents"
         raise GatherKeysError(
-            f"Replica 0 returned a {type(first).__name__} with the {len(mine)} {what} {mine}, "
-            f"replica {replica} one with the {len(theirs)} {what} {theirs}. Return the same {what} "
-            "from every replica."
+            f"{same}: replica 0 returned a {type(first).__name__} with the {len(mine)} {what} "
+            f"{mine}, replica {replica} one with the {len(theirs)} {what} {theirs}. Return the "
+            f"same {what} from every replica."
         )
     if isinstance(first, dict):
         return [output[key] for key in first]

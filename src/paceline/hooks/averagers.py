@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.hooks.interface import group_of
+from paceline.liveness import watch_of
 from paceline.torch_private import is_outside_group
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
@@ -143,7 +145,7 @@ def mean_of_all(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in by_kind.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in same]).div_(group.size())
-        dist.all_reduce(flat, group=group)
+        watch_of(group).run("averaging of parameters", partial(group.allreduce, [flat]))
         offset = 0
         for tensor in same:
             tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))

@@ -19,6 +19,7 @@ its groups, also if the one they are for is destroyed earlier: ranks would have 
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import weakref
@@ -29,7 +30,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConveyorBrokenError
+from paceline.forks import finalize_here
 from paceline.hooks.interface import TensorFuture, failed_future, raising
+from paceline.liveness import watch_of
 from paceline.torch_private import group_timeout
 
 Start = Callable[[dist.ProcessGroup], "torch.futures.Future[Any]"]
@@ -68,7 +71,7 @@ class Conveyor:
         # A daemon: it does nothing between steps, and must not keep a program alive.
         thread = threading.Thread(target=worker.serve, name="paceline-conveyor", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._events, thread)
+        finalize_here(self, _end, self._events, thread)
 
     def reserve(self, parent: dist.ProcessGroup, rounds: int) -> None:
         """Make groups until there are enough. Collective if some are missing."""
@@ -191,7 +194,8 @@ def _is_ahead(before: _Job, job: _Job) -> bool:
 def _group_like(parent: dist.ProcessGroup) -> dist.ProcessGroup:
     """Make a further group of the same ranks, backend and time-out. Collective."""
     ranks = dist.get_process_group_ranks(parent)
-    group: dist.ProcessGroup = dist.new_group(
+    make = functools.partial(
+        dist.new_group,
         ranks,
         timeout=group_timeout(parent),
         backend=dist.get_backend(parent),
@@ -199,4 +203,5 @@ def _group_like(parent: dist.ProcessGroup) -> dist.ProcessGroup:
         use_local_synchronization=len(ranks) < dist.get_world_size(),
         group_desc="paceline hook",
     )
+    group: dist.ProcessGroup = watch_of(parent).call("the making of a hook's group", make)
     return group

@@ -19,12 +19,17 @@ from paceline.hooks.interface import (
     group_of,
     start_all_reduce,
 )
+from paceline.transport.messages import GroupMessages
+from paceline.transport.sparse import sum_sparse
 
 
 def mean_future(group: dist.ProcessGroup, tensor: torch.Tensor) -> TensorFuture:
     """Begin to take the mean of a tensor over all ranks, in place."""
     # Divided first: the sum of float16 gradients may be out of range, the sum of shares is not.
     tensor.div_(group.size())
+    if tensor.is_sparse:
+        sum_sparse(GroupMessages(group), tensor)
+        return done(tensor)
     return after(start_all_reduce(tensor, group), lambda: tensor)
 
 

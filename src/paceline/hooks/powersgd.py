@@ -8,7 +8,7 @@ For each gradient matrix M (n x m) that is worth it, ranks exchange r columns in
 Names, arguments and numbers are torch's. What differs: it is right with any number of buckets in
 flight on any backend (torch's starts collectives from callbacks, see [Note: order of rounds] in
 conveyor.py), batched PowerSGD works, columns of zeros do not become NaN, compression may start with
-the first step, and there is ``state_dict()``.
+the first step if that is asked for, and there is ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class PowerSGDState(ConveyorState):
         compression_stats_logging_frequency: In steps.
         batch_tensors_with_same_shape: Multiply matrices of one shape at once. Worth it for many
             small ones.
+        compresses_first_steps: Allow ``start_powerSGD_iter`` to be 0 or 1 with error feedback or a
+            warm start, which torch refuses because it cuts its buckets anew after the first step.
+            Here what is remembered moves with the parameters.
 
     Raises:
         ConfigurationError: A setting is wrong.
@@ -69,6 +72,8 @@ class PowerSGDState(ConveyorState):
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
+        *,
+        compresses_first_steps: bool = False,
     ) -> None:
         # As torch does; its stream of seeds is part of the numbers.
         import numpy as np
@@ -77,6 +82,13 @@ class PowerSGDState(ConveyorState):
         if type(matrix_approximation_rank) is not int or matrix_approximation_rank < 1:
             raise ConfigurationError(
                 f"matrix_approximation_rank is an int above 0, not {matrix_approximation_rank!r}"
+            )
+        remembers = use_error_feedback or warm_start
+        if remembers and start_powerSGD_iter <= 1 and not compresses_first_steps:
+            raise ConfigurationError(
+                "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is "
+                f"enabled, but it is {start_powerSGD_iter!r}. Early gradients compress badly; if "
+                "you want it all the same, say compresses_first_steps=True."
             )
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter

@@ -11,6 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from paceline.liveness import watch_of
+from paceline.liveness.store import gather_by_store
+from paceline.liveness.watch import gather_all
+from paceline.torch_private import group_store, group_timeout
+
 
 @dataclass(frozen=True)
 class Message:
@@ -27,16 +32,28 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._watch = watch_of(group)
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Return the rows of all ranks, in rank order."""
-        rows = [torch.empty_like(row) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, row, group=self.group)
-        return torch.stack(rows)
+        what = "gathering of batch statistics"
+        rows = torch.stack(gather_all(self.group, row.contiguous(), what))
+        if not self._watch.roster.is_complete:
+            self._meet()
+        return rows
+
+    def _meet(self) -> None:
+        """Learn who the ranks are. By the store: a step has its two collectives, the first too."""
+        store, what = group_store(self.group), "the first batch of SyncBatchNorm"
+        timeout = group_timeout(self.group) or dist.default_pg_timeout
+        prefixed = dist.PrefixStore("paceline/norm", store)  # type: ignore[attr-defined]
+        rank, world = self.group.rank(), self.group.size()
+        self._watch.meet(gather_by_store(prefixed, rank, world, self._watch, timeout, what))
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace the values by their sum over all ranks."""
-        dist.all_reduce(values, group=self.group)
+        what = "sum of a normalisation's gradients"
+        self._watch.run(what, lambda: self.group.allreduce([values]))
 
     def repeat(self, message: Message) -> None:
         """Take part in a message with zeros; not recorded."""

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.liveness import watch_of
 from paceline.nn.exchange import Message, RecordedExchange
 
 if TYPE_CHECKING:
@@ -80,7 +82,11 @@ def _twin(group: Any) -> Any:
     """Return a second group of the same ranks; every rank of the group asks for it together."""
     if group not in _twins:
         ranks = dist.get_process_group_ranks(group)
-        _twins[group] = dist.new_group(
-            ranks, backend=dist.get_backend(group), use_local_synchronization=True
+        make = partial(
+            dist.new_group,
+            ranks,
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
         )
+        _twins[group] = watch_of(group).call("the making of a group for join", make)
     return _twins[group]

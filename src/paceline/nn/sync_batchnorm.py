@@ -62,8 +62,9 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise NormInputError(
-                "SyncBatchNorm expects at least 2 dimensions, batch and channels, and got an input "
-                f"of shape {tuple(input.shape)}. Add the batch dimension: input.unsqueeze(0)."
+                f"SyncBatchNorm expected at least 2D input (got {input.dim()}D input): batch and "
+                f"channels, and this has the shape {tuple(input.shape)}. Add the batch dimension: "
+                "input.unsqueeze(0)."
             )
 
     def _check_non_zero_input_channels(self, input: torch.Tensor) -> None:
@@ -125,8 +126,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         """All ranks know the same count, so all raise."""
         if count == 1:
             raise NormInputError(
-                "SyncBatchNorm needs more than one value per channel over all ranks in training, "
-                f"and there is one; this rank's input has the shape {tuple(input.shape)}. Use a "
+                "Expected more than 1 value per channel when training, over all ranks of a "
+                f"SyncBatchNorm; this rank's input has the shape {tuple(input.shape)}. Use a "
                 "larger batch, drop the last incomplete one, or call eval()."
             )
 

@@ -28,6 +28,9 @@ class Job:
 
     Args:
         work: Called in the child; what it returns must be JSON.
+
+    Raises:
+        OSError: There is no further process or pipe to be had.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -37,7 +40,12 @@ class Job:
             # Newer Pythons warn of threads: ZeroMQ's are the only ones, and the child never comes
             # near them.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
+            try:
+                self._pid = os.fork()
+            except OSError:
+                os.close(self._reader)
+                os.close(writer)
+                raise
         if self._pid == 0:
             _be_child(work, writer, parent)
         os.close(writer)
@@ -69,6 +77,17 @@ class Job:
             os.kill(self._pid, signal.SIGKILL)
         os.close(self._reader)
         os.waitpid(self._pid, 0)
+
+
+class FailedJob(Job):
+    """One whose child could not even be made."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def finish(self) -> Any:
+        """Say why."""
+        raise self._error
 
 
 def _be_child(work: Callable[[], Any], writer: int, parent: int) -> None:

@@ -27,8 +27,10 @@ from paceline.errors import (
     ServerRefusedError,
     ServersClosedError,
 )
+from paceline.forks import tell_children
 from paceline.ps.ledger import Ledger, Pending, State
 from paceline.ps.link import Link, News
+from paceline.ps.refused import Refused, describe
 from paceline.ps.wire import Frame, WireError, is_error, read_head
 
 log = logging.getLogger("paceline.ps")
@@ -51,6 +53,18 @@ class Patience:
     kept_bytes: int = 256 << 20
 
 
+_LAST_WORDS_S = 0.5
+"""So long is waited for acknowledgements when a connection is closed without a flush."""
+_NO_ENTRY = {
+    News.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a directory "
+    "made by `paceline ps keys`",
+    News.UNREADABLE: "ends every handshake: the key does not fit. keys=DIR has the key of another "
+    "server (DIR/server.pub), or this server has new keys: copy the client's directory again",
+    News.FOREIGN: "belongs to another user of this host, who may have taken its place: over ipc a "
+    "server and its trainers are of one user; others need tcp and a key (`paceline ps keys`)",
+}
+
+
 class Channel:
     """The connection to one server.
 
@@ -59,6 +73,9 @@ class Channel:
         link: Its socket.
         client: 16 random bytes, the same for all servers of one ``Servers``.
         patience: How long to wait.
+
+    Attributes:
+        names: Of tables, by their numbers on the server, for errors.
     """
 
     def __init__(self, index: int, link: Link, client: bytes, patience: Patience) -> None:
@@ -72,6 +89,13 @@ class Channel:
         self._is_closed = False
         self._heard_s = self._asked_s = time.monotonic()
         self.sent_bytes = self.received_bytes = 0
+        self.names: dict[int, str] = {}
+        tell_children(self)
+
+    def let_go(self) -> None:
+        """In a forked child: nothing can be sent there, and the server must see the trainer end."""
+        self._lock = threading.RLock()  # it may be held by a thread that is not here
+        self._link.let_go()
 
     @property
     def route(self) -> str:
@@ -97,6 +121,7 @@ class Channel:
             self._wait_until(lambda: ledger.kept_bytes <= limit, pending.what)
         with self._lock:
             self._check_usable(pending.what)
+            self._check_size(pending)
             if ledger.is_idle:
                 self._link.at_rest(self._ledger.incarnation)
             self._send(ledger.enter(pending))
@@ -105,7 +130,7 @@ class Channel:
     def hold(self, is_held: bool) -> None:
         """Say that more requests follow at once, so that the server need not wake for each."""
         with self._lock:
-            if not self._is_closed:
+            if not self._is_closed and os.getpid() == self._owner:
                 self._link.hold(is_held)
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> list[Frame]:
@@ -128,16 +153,51 @@ class Channel:
         with self._lock:
             self._ledger.abandon(pending)
 
+    def take_refused(self) -> Refused | None:
+        """Pushes that the server refused, as far as its answers are here; each is told once."""
+        ledger = self._ledger
+        if not ledger.kept_bytes and not ledger.refused.pushes:
+            return None  # everything is answered, and well
+        with self._lock:
+            if not self._is_usable:  # the call that follows says so
+                return None
+            while ledger.kept_bytes and self._receive(is_waiting=False):
+                pass
+            return ledger.take_refused()
+
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until everything that changes a table is acknowledged."""
         self._wait_until(lambda: not self._ledger.has_open(sequenced=True), "flush", timeout_s)
 
     def close(self) -> None:
-        """Let go of the socket. What is not acknowledged may be lost; ``flush`` comes first."""
+        """Let go of the socket. What is not acknowledged may be lost; ``flush`` comes first.
+
+        Then nobody can be told any more what became of pushes, but by the log.
+        """
         with self._lock:
-            if not self._is_closed and os.getpid() == self._owner:
+            if self._is_usable:
+                self._say_last_words()
                 self._is_closed = True
                 self._link.close()
+
+    @property
+    def _is_usable(self) -> bool:
+        return not self._is_closed and os.getpid() == self._owner
+
+    def _say_last_words(self) -> None:
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while self._ledger.kept_bytes and time.monotonic() < until_s:
+            if not self._receive():
+                self._link.news()
+        refused = self._ledger.take_refused()
+        if refused is not None:
+            log.error("%s. These gradients are not in the tables", describe(self, refused))
+        if self._ledger.kept_bytes:
+            log.warning(
+                "server %d (%s) has not acknowledged the last pushes of this trainer: they may be "
+                "lost. Call flush() or close() before the program ends",
+                *(self.index, self.address),
+            )
 
     def _wait_until(
         self, is_met: Callable[[], bool], what: str, timeout_s: float | None = None
@@ -158,13 +218,13 @@ class Channel:
             if warned_s == start_s and waited_s > self._patience.warn_s:
                 warned_s = time.monotonic()
                 log.warning(
-                    "waiting for server %d (%s) since %.0f s: %s; giving up after %g s",
-                    *(self.index, self.address, waited_s, what, timeout_s),
+                    "waiting for server %d (%s) since %.0f s: %s; giving up after %g s%s",
+                    *(self.index, self.address, waited_s, what, timeout_s, self._obstacle()),
                 )
 
-    def _receive(self) -> bool:
-        """Take one message, if there is one within a slice of time."""
-        frames = self._link.receive()
+    def _receive(self, is_waiting: bool = True) -> bool:
+        """Take one message, if there is one, now or within a slice of time."""
+        frames = self._link.receive() if is_waiting else self._link.receive_now()
         if frames is None:
             return False
         if not self._link.came_by_shortcut:
@@ -186,14 +246,25 @@ class Channel:
         self._heed(self._link.news())
         now_s = time.monotonic()
         if now_s - max(self._heard_s, self._asked_s) > self._patience.hello_s:
+            self._check_owner()
             self._say_hello()
 
-    def _heed(self, news: News) -> None:
-        if news is News.REFUSED:
+    def _check_owner(self) -> None:
+        """Do not wait for somebody who will never be let in."""
+        obstacle = self._link.obstacle()
+        if obstacle.is_final:
             raise ServerKeyError(
-                f"server {self.index} ({self.address}) does not accept this trainer's key: "
-                "ps.connect(..., keys=DIR) takes a directory made by `paceline ps keys`",
-                **self._facts("connect"),
+                f"server {self.index} ({self.address}): {obstacle.text}", **self._facts("connect")
+            )
+
+    def _obstacle(self) -> str:
+        found = self._link.obstacle().text
+        return f"; {found}" if found else ""
+
+    def _heed(self, news: News) -> None:
+        if news in _NO_ENTRY:
+            raise ServerKeyError(
+                f"server {self.index} ({self.address}) {_NO_ENTRY[news]}", **self._facts("connect")
             )
         if news is News.BROKEN and self._ledger.state is not State.MEETING:
             self._ledger.doubt()
@@ -234,13 +305,26 @@ class Channel:
                 **self._facts(what),
             )
 
+    def _check_size(self, pending: Pending) -> None:
+        """Refuse what would only make the server hang up."""
+        most = self._ledger.max_message_bytes
+        if most is not None and pending.arrays:
+            size = max(map(len, pending.arrays))
+            if size > most:
+                raise ServerRefusedError(
+                    f"server {self.index} ({self.address}) takes messages of up to {most} bytes "
+                    f"(--max-message-bytes), and a {pending.what} has {size}: raise the limit, or "
+                    "use smaller batches. Nothing was sent to it",
+                    code="size",
+                    **self._facts(pending.what),
+                )
+
     def _too_late(self, what: str, timeout_s: float) -> ServerError:
-        is_new = self._ledger.state is State.MEETING
-        remedy = (
-            "is there a server at this address?"
-            if is_new
-            else "it must be started again with --dir"
-        )
+        remedy = self._link.obstacle().text
+        if not remedy and self._ledger.state is State.MEETING:
+            remedy = "is there a server at this address?"
+        elif not remedy:
+            remedy = "it must be started again with --dir"
         return ServerLostError(
             f"{what}: no answer from server {self.index} ({self.address}) within {timeout_s:g} s; "
             f"{remedy}",

@@ -38,19 +38,25 @@ class Client:
         client: Who.
         applied: The last number that was applied or refused.
         refusals: By number; None is none, which is what nearly all clients have.
+        refused: How many there were, forgotten ones included.
 
     Attributes:
         account: ``applied`` and the client, as ``native/attend.c`` reads and counts them.
         is_pinned: It may push without coming by here, so it is not forgotten.
     """
 
-    __slots__ = ("account", "is_pinned", "refusals")
+    __slots__ = ("account", "is_pinned", "refusals", "refused")
 
     def __init__(
-        self, client: bytes, applied: int = 0, refusals: dict[int, Refusal] | None = None
+        self,
+        client: bytes,
+        applied: int = 0,
+        refusals: dict[int, Refusal] | None = None,
+        refused: int = 0,
     ) -> None:
         self.account = bytearray(_ACCOUNT.pack(applied, client))
         self.refusals = refusals
+        self.refused = refused
         self.is_pinned = False
 
     @property
@@ -78,6 +84,11 @@ class Clients:
         known = self._clients.get(client)
         return 0 if known is None else known.applied
 
+    def refusals(self, client: bytes) -> tuple[int, dict[int, Refusal]]:
+        """How many messages of this client were refused, and the last ones by number."""
+        known = self._clients.get(client)
+        return (0, {}) if known is None else (known.refused, known.refusals or {})
+
     def admit(self, head: Head) -> Admission:
         """Say whether a sequenced message is new.
 
@@ -104,6 +115,7 @@ class Clients:
         self._clients[head.client] = known  # now the most recent
         known.applied = head.sequence
         if refusal is not None:
+            known.refused += 1
             known.refusals = {**(known.refusals or {}), head.sequence: refusal}
             if len(known.refusals) > MOST_REFUSALS:
                 del known.refusals[next(iter(known.refusals))]

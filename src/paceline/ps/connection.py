@@ -6,7 +6,7 @@ Must not know what a lookup is: it hands out channels, and does what concerns se
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import secrets
 import weakref
@@ -16,13 +16,17 @@ from typing import Any, Protocol
 
 import zmq
 
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, ServerRefusedError
+from paceline.ps.asking import answer, ask, load_everywhere
 from paceline.ps.channel import Channel, Patience
 from paceline.ps.keys import read_client_keys
-from paceline.ps.ledger import Pending
 from paceline.ps.link import Link
 from paceline.ps.plan import MOST_SERVERS
-from paceline.ps.wire import Kind, unpack
+from paceline.ps.refused import check_refused
+from paceline.ps.settings import IPC, check_socket_name
+from paceline.ps.wire import Kind
+
+log = logging.getLogger("paceline.ps")
 
 
 class HasAddresses(Protocol):
@@ -59,6 +63,9 @@ def connect(
         raise ConfigurationError(
             f"ps.connect takes 1 to {MOST_SERVERS} addresses, not {found!r:.200}"
         )
+    for address in found:
+        if address.startswith(IPC):
+            check_socket_name(address.removeprefix(IPC))
     servers = Servers(found, _curve(keys), Patience(timeout_s=timeout_s))
     try:
         servers.wait_open()
@@ -116,36 +123,59 @@ class Servers:
     def save(self, path: str | os.PathLike[str], timeout_s: float | None = None) -> list[str]:
         """Write all tables, with optimizer state, to a directory that all servers see.
 
-        What was pushed before is in it. Training goes on meanwhile, of other trainers too.
+        What was pushed before is in it. Training goes on meanwhile, of other trainers too. A save
+        that is there already is replaced when all servers have saved, and not before.
+
+        Args:
+            path: Below the directory that the servers were given for saves (``--save-root``). A
+                relative one is taken below that if the working directory is not there.
+            timeout_s: Instead of that of the connection.
 
         Returns:
             The files.
         """
-        found = self.ask_all(Kind.SAVE, {"path": os.fspath(Path(path).absolute())}, timeout_s)
+        self.flush(timeout_s)
+        control = {**_place(path), "save": secrets.token_hex(8)}
+        found = self.ask_all(Kind.SAVE, control, timeout_s)
+        try:
+            self.ask_all(Kind.SAVE, {**control, "tidy": True}, timeout_s)
+        except ServerRefusedError as error:  # what was to be saved is saved
+            log.warning("an older save could not be deleted: %s", error)
         return [file for each in found for file in each.get("files", ())]
 
     def load(self, path: str | os.PathLike[str], timeout_s: float | None = None) -> None:
         """Replace the rows of all attached tables by saved ones, with optimizer state.
 
         The number of servers and the sharding may be others than when it was saved. One trainer
-        loads, while the others wait.
+        loads, while the others wait. First every server reads and checks what it needs; if one
+        cannot, nothing is changed on any.
+
+        Raises:
+            ServerRefusedError: The save is damaged, does not fit, or is of other tables.
+            ServerError: Some servers have loaded, and others have not; the text says which.
         """
+        self.flush(timeout_s)
         self.epoch += 1
-        self.ask_all(Kind.LOAD, {"path": os.fspath(Path(path).absolute())}, timeout_s)
+        load_everywhere(self.channels, _place(path), timeout_s)
 
     def stats(self) -> list[dict[str, Any]]:
         """What each server tells about itself and its tables."""
         found = self.ask_all(Kind.STATS, {})
         for channel, each in zip(self.channels, found, strict=True):
             while len(each["tables"]) < each.get("table_count", 0):  # it tells some at a time
-                more = _ask(channel, Kind.STATS, {"first": len(each["tables"])})
-                each["tables"].extend(_answer(channel, more, None)["tables"])
+                more = ask(channel, Kind.STATS, {"first": len(each["tables"])})
+                each["tables"].extend(answer(channel, more, None)["tables"])
         return found
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every push is acknowledged: applied, and in the journal if there is one."""
+        """Wait until every push is acknowledged: applied, and in the journal if there is one.
+
+        Raises:
+            PushRefusedError: A server has refused some; the others are applied.
+        """
         for channel in self.channels:
             channel.flush(timeout_s)
+        check_refused(self.channels, "flush")
 
     def close(self, flush: bool = True) -> None:
         """Flush, then let go of the servers, which go on. Idempotent."""
@@ -160,16 +190,16 @@ class Servers:
         self, kind: Kind, control: Mapping[str, Any], timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Ask every server the same; all work at the same time."""
-        asked = [(channel, _ask(channel, kind, control)) for channel in self.channels]
-        return [_answer(channel, pending, timeout_s) for channel, pending in asked]
+        asked = [(channel, ask(channel, kind, control)) for channel in self.channels]
+        return [answer(channel, pending, timeout_s) for channel, pending in asked]
 
     def ask(self, requests: Sequence[tuple[int, Kind, Mapping[str, Any]]]) -> list[dict[str, Any]]:
         """Ask single servers; all requests go out before the first answer is waited for."""
         asked = [
-            (self.channels[server], _ask(self.channels[server], kind, control))
+            (self.channels[server], ask(self.channels[server], kind, control))
             for server, kind, control in requests
         ]
-        return [_answer(channel, pending, None) for channel, pending in asked]
+        return [answer(channel, pending, None) for channel, pending in asked]
 
 
 def as_servers(servers: Servers | HasAddresses | Sequence[str]) -> tuple[Servers, bool]:
@@ -179,13 +209,10 @@ def as_servers(servers: Servers | HasAddresses | Sequence[str]) -> tuple[Servers
     return connect(servers), True
 
 
-def _ask(channel: Channel, kind: Kind, control: Mapping[str, Any]) -> Pending:
-    text = json.dumps(control, separators=(",", ":"), allow_nan=False).encode()
-    return channel.post(Pending(kind, kind.name.lower(), text))
-
-
-def _answer(channel: Channel, pending: Pending, timeout_s: float | None) -> dict[str, Any]:
-    return dict(unpack(channel.wait(pending, timeout_s)).control)
+def _place(path: str | os.PathLike[str]) -> dict[str, str]:
+    """What SAVE and LOAD say of a directory; see ``ps/save_place.py``."""
+    found = {"path": os.fspath(Path(path).absolute())}
+    return found if Path(path).is_absolute() else {**found, "relative": os.fspath(path)}
 
 
 def _end(context: Any, channels: Sequence[Channel], owner: int) -> None:

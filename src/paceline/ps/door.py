@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.ps.private import listen_privately
+from paceline.ps.room import Room
 from paceline.ps.segment import (
     CAPACITY,
     KNOCK,
@@ -76,30 +78,23 @@ class Door:
     Args:
         path: Of the socket; a file that a killed server left there is replaced.
         incarnation: Of the server.
+        room: Memory is handed out while there is some.
 
     Attributes:
         event: A descriptor that has something to read when a visitor woke the server.
         visitors: All of them, by client.
     """
 
-    def __init__(self, path: Path, incarnation: str) -> None:
+    def __init__(self, path: Path, incarnation: str, room: Room) -> None:
         self._path = path
+        self._room = room
         self._offer = OFFER.pack(MAGIC, CAPACITY, incarnation.encode())
         self.visitors: dict[bytes, Visitor] = {}
         self._knocking: dict[int, tuple[socket.socket, float]] = {}
+        self._listener = listen_privately(path, socket.SOMAXCONN)
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            path.unlink(missing_ok=True)
-            self._listener.bind(os.fspath(path))
-            path.chmod(0o600)
-            self._listener.listen(socket.SOMAXCONN)
-            self._listener.setblocking(False)
-            self._epoll.register(self._listener, select.EPOLLIN)
-        except BaseException:
-            self.close()
-            raise
+        self._epoll.register(self._listener, select.EPOLLIN)
 
     def fileno(self) -> int:
         """Has something to read when ``look`` has something to do."""
@@ -151,7 +146,8 @@ class Door:
         except OSError:  # it has gone again, or there are no descriptors left
             return
         self._send_away()
-        if len(self._knocking) >= MOST or not is_same_user(connection):
+        is_late = len(self._knocking) >= MOST or not self._room.may_share
+        if is_late or not is_same_user(connection):
             connection.close()
             return
         connection.setblocking(False)
@@ -171,7 +167,8 @@ class Door:
         try:
             words = connection.recv(KNOCK.size)
             magic, client = KNOCK.unpack(words) if len(words) == KNOCK.size else (b"", b"")
-            if magic != MAGIC or client in self.visitors or len(self.visitors) >= MOST:
+            is_late = len(self.visitors) >= MOST or not self._room.may_share
+            if magic != MAGIC or client in self.visitors or is_late:
                 raise ConnectionError("no word that opens")
             self.visitors[client] = self._hand_out(client, connection)
         except OSError:

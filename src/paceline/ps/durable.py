@@ -1,38 +1,45 @@
-"""A server's directory: lock, journals, snapshots, and how a store comes back from them.
+"""What a server keeps in its directory, and how a store comes back from it.
 
 Called by ``ps/process.py`` (start, end), ``ps/handler.py`` (each change) and ``ps/server.py`` (each
 snapshot). Journal N follows snapshot N; a new server begins with journal 0. A snapshot begins
 journal N+1 first and is written by a forked child, so it is of the moment between the two journals;
 when it has its name, everything older is deleted. A start takes the newest snapshot and all
-journals from its number on.
+journals from its number on. Rows that are loaded come as a file of their own, named in journal N
+and deleted with it; see [Note: why a load cannot be half done] in ``ps/loading.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
-import os
-import re
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.errors import ServerStartError, ServerStateError
+from paceline.errors import ServerStateError
+from paceline.ps import files
 from paceline.ps.clients import Admission
+from paceline.ps.directory import ALL_IN_WORK, SNAPSHOTS_IN_WORK, STAGED, Directory
 from paceline.ps.faults import Place, reach
-from paceline.ps.journal import Journal, read_journal
+from paceline.ps.journal import Journal, has_records, read_journal
+from paceline.ps.loading import Part, is_for, read_loaded, write_loaded
 from paceline.ps.refusal import Refusal
 from paceline.ps.snapshot import read_snapshot, write_snapshot
 from paceline.ps.store import Store
-from paceline.ps.tensor_file import TEMPORARY
-from paceline.ps.wire import Frame, Head, WireError, pack_head, read_head
+from paceline.ps.wire import (
+    Frame,
+    Head,
+    Kind,
+    Message,
+    WireError,
+    pack_control,
+    pack_head,
+    read_head,
+)
 
 log = logging.getLogger("paceline.ps")
-
-_LOCK_S = 2.0  # a forked child of a killed server lets go of the lock within a moment
-_NAME = re.compile(r"(journal|snapshot)-(\d{8,})\.(?:log|safetensors)")
 
 
 class Durable:
@@ -49,23 +56,18 @@ class Durable:
     """
 
     def __init__(self, directory: Path, store: Store, fsync: bool) -> None:
-        self._directory = directory
+        self._directory = Directory(directory)
         self._store = store
         self._fsync = fsync
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = _locked(directory)
-        except OSError as error:
-            raise ServerStartError(f"the directory {directory} cannot be used: {error}") from None
-        try:
             self._number, records = self._recover()
-            self._journal = self._open_journal()
+            self._journal = self._open_journal(self._number)
             self._journal.records = records
         except OSError as error:
-            os.close(self._lock)
+            self._directory.close()
             raise ServerStateError(f"the files in {directory} cannot be used: {error}") from error
         except BaseException:
-            os.close(self._lock)
+            self._directory.close()
             raise
 
     def append(self, frames: Sequence[Frame]) -> None:
@@ -77,26 +79,104 @@ class Durable:
         try:
             self._journal.append(frames)
         except OSError as error:
-            raise ServerStateError(
-                f"{self._journal.path} cannot be written: {error}. The server ends, with every "
-                "push it acknowledged on disk; make room and start it again, and trainers go on"
-            ) from error
+            raise self._cannot_write(error) from error
 
     def append_refused(self, head: Head, refusal: Refusal) -> None:
         """Journal that a message was refused."""
         self.append([pack_head(head), json.dumps(refusal.to_json()).encode()])
 
     def sync(self) -> None:
-        """Before acknowledgements go out."""
-        self._journal.sync()
+        """Before acknowledgements go out.
+
+        Raises:
+            ServerStateError: The disk does not take what was written.
+        """
+        try:
+            self._journal.sync()
+        except OSError as error:
+            self._journal.is_broken = True
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> ServerStateError:
+        return ServerStateError(
+            f"{self._journal.path} cannot be written: {error}. The server ends, with every "
+            "push it acknowledged on disk; make room and start it again, and trainers go on"
+        )
+
+    def stage(self, token: str, parts: Sequence[Part]) -> int:
+        """Have a file ready that ``take_staged`` knows by its token. Called in a forked child.
+
+        Raises:
+            OSError: The disk does not want to.
+        """
+        self._directory.delete(STAGED)  # one is enough: others were forgotten
+        return write_loaded(self._directory.staged(token), parts)
+
+    def forget_staged(self, token: str) -> None:
+        """Nobody wants it any more."""
+        files.discard(self._directory.staged(token))
+
+    def take_staged(self, token: str) -> Path | None:
+        """A file to load that is there already and fits, or None.
+
+        Raises:
+            OSError: The disk does not want to.
+        """
+        staged = self._directory.staged(token)
+        try:
+            if not is_for(staged, self._store):
+                return None
+        except (FileNotFoundError, ValueError) as error:
+            log.warning("a load begins anew: %s", error)
+            return None
+        path = self._directory.loaded(self._number, token)
+        files.replace(staged, path)
+        return path
+
+    def write_loaded(self, parts: Sequence[Part]) -> Path:
+        """Make a file to load.
+
+        Raises:
+            OSError: The disk does not want to.
+        """
+        path = self._directory.loaded(self._number, secrets.token_hex(8))
+        write_loaded(path, parts)
+        return path
+
+    def load(self, head: Head, path: Path) -> int:
+        """Make a file part of the state, and replace all rows by it; returns how many they are.
+
+        Raises:
+            ServerStateError: The server cannot go on, and has lost nothing.
+        """
+        reach(Place.LOADED)
+        self.append(pack_control(head, {"loaded": path.name}))
+        return self._read_loaded(head, path)
+
+    def _read_loaded(self, head: Head, path: Path) -> int:
+        try:
+            rows = read_loaded(path, self._store)
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, Refusal) as error:
+            raise ServerStateError(
+                f"{path}, whose rows were loaded, cannot be read: {error}. The server ends; when "
+                "the file can be read again, start it again"
+            ) from error
+        self._store.clients.count(head, None)
+        return rows
 
     def begin_snapshot(self) -> Callable[[], None]:
-        """Begin the next journal; returns what a forked child has to do."""
-        self._number += 1
+        """Begin the next journal; returns what a forked child has to do.
+
+        Raises:
+            OSError: There is no next journal, and the one that is there goes on.
+        """
+        self._directory.delete(SNAPSHOTS_IN_WORK)  # of a child that was killed
+        number = self._number + 1
+        journal = self._open_journal(number)
         self._journal.close()
-        self._journal = self._open_journal()
+        self._number, self._journal = number, journal
         reach(Place.ROTATED)
-        path = self._path("snapshot", self._number)
+        path = self._directory.snapshot(number)
         return lambda: _write_and_tell(path, self._store)
 
     @property
@@ -107,11 +187,15 @@ class Durable:
     def end_snapshot(self) -> None:
         """A snapshot has its name: delete what is older. Idempotent."""
         reach(Place.CLEANING)
-        newest = max(number for kind, number, _ in self._files() if kind == "snapshot")
-        for kind, number, path in self._files():
-            if number < newest:
-                path.unlink(missing_ok=True)
-                log.debug("deleted %s %d", kind, number)
+        self._delete_older(max(self._directory.numbered("snapshot")))
+
+    def _delete_older(self, than: int) -> None:
+        for path in self._directory.older(than):
+            try:
+                files.disk.unlink(path)
+                log.debug("deleted %s", path)
+            except OSError as error:
+                log.warning("%s is not needed any more, and cannot be deleted: %s", path, error)
 
     def snapshot_now(self) -> None:
         """Write a snapshot in this process, and wait for it.
@@ -125,44 +209,48 @@ class Durable:
     def close(self) -> None:
         """Take a last snapshot, and let the directory go."""
         try:
-            if self.has_changed:
+            if self.has_changed and not self._journal.is_broken:
                 self.snapshot_now()
         except OSError as error:
             log.warning("no last snapshot, the next start replays the journal: %s", error)
         finally:
+            with contextlib.suppress(OSError):  # else the next start does it
+                self._directory.delete(STAGED)
             self._journal.close()
-            os.close(self._lock)
+            self._directory.close()
 
     def _recover(self) -> tuple[int, int]:
         """Fill the store; returns the number of the journal to go on with, and what it holds."""
         start_s = time.monotonic()
-        for leftover in self._directory.glob(f"*{TEMPORARY}"):
-            leftover.unlink()
-        snapshots = {number: path for kind, number, path in self._files() if kind == "snapshot"}
-        journals = {number: path for kind, number, path in self._files() if kind == "journal"}
+        for pattern in (ALL_IN_WORK, STAGED):
+            self._directory.delete(pattern)
+        snapshots = self._directory.numbered("snapshot")
+        journals = self._directory.numbered("journal")
         base = max(snapshots, default=0)
         if snapshots:
             read_snapshot(snapshots[base], self._store)
         last = max(journals, default=base)
+        written = max((number for number in journals if has_records(journals[number])), default=0)
         replayed = 0
         for number in range(base, last + 1):
             if number not in journals and last > base:
                 raise ServerStateError(
-                    f"{self._path('journal', number)} is missing, and there are later journals; "
+                    f"{self._directory.journal(number)} is missing, and there are later journals; "
                     "put it back, or move the later ones away to go back to that moment"
                 )
             if number in journals:
-                replayed += self._replay(journals[number], number, is_last=number == last)
+                replayed += self._replay(journals[number], number, may_be_torn=number >= written)
         self._store.forget_traffic()  # what was replayed is none
+        self._delete_older(base)  # if the last server was killed before it did
         rows = sum(table.count for table in self._store.tables)
         if snapshots or replayed:
             took_s = time.monotonic() - start_s
             log.info("recovered %d rows, %d messages replayed, %.2f s", rows, replayed, took_s)
         return last, replayed
 
-    def _replay(self, path: Path, number: int, is_last: bool) -> int:
+    def _replay(self, path: Path, number: int, may_be_torn: bool) -> int:
         count = 0
-        for frames in read_journal(path, number, is_last):
+        for frames in read_journal(path, number, may_be_torn):
             count += 1
             try:
                 self._replay_one(frames)
@@ -184,50 +272,30 @@ class Durable:
             raise ValueError("a LOOKUP changes nothing")
         if self._store.admit(message.head) is not Admission.NEW:
             raise ValueError(f"number {message.head.sequence} is there twice")
+        if isinstance(message, Message) and message.head.kind is Kind.LOAD:
+            self._replay_load(message)
+            return
         change = self._store.prepare(message)
         with contextlib.suppress(Refusal):  # it failed at the same place before the restart
             self._store.commit(message.head, change)
 
-    def _open_journal(self) -> Journal:
-        return Journal(self._path("journal", self._number), self._number, self._fsync)
+    def _replay_load(self, message: Message) -> None:
+        path = self._directory.named(message.control["loaded"])
+        try:
+            is_right = is_for(path, self._store)
+        except (OSError, ValueError, KeyError) as error:
+            raise ServerStateError(
+                f"{path} was loaded before this server was started, and cannot be read: {error}; "
+                "put it back"
+            ) from error
+        if not is_right:
+            raise ServerStateError(f"{path} is of other tables: files were renamed")
+        self._read_loaded(message.head, path)
 
-    def _path(self, kind: str, number: int) -> Path:
-        ending = "log" if kind == "journal" else "safetensors"
-        return self._directory / f"{kind}-{number:08d}.{ending}"
-
-    def _files(self) -> list[tuple[str, int, Path]]:
-        return [
-            (match[1], int(match[2]), path)
-            for path in sorted(self._directory.iterdir())
-            if (match := _NAME.fullmatch(path.name))
-        ]
+    def _open_journal(self, number: int) -> Journal:
+        return Journal(self._directory.journal(number), number, self._fsync)
 
 
 def _write_and_tell(path: Path, store: Store) -> None:
     write_snapshot(path, store)
     reach(Place.RENAMED)
-
-
-def _locked(directory: Path) -> int:
-    """Lock the directory for as long as the descriptor is open.
-
-    Raises:
-        ServerStartError: Somebody else has it.
-    """
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    until_s = time.monotonic() + _LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > until_s:
-                holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-                os.close(descriptor)
-                raise ServerStartError(
-                    f"the directory {directory} is in use by another server (process {holder})"
-                ) from None
-            time.sleep(0.02)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-    return descriptor

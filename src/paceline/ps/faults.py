@@ -23,7 +23,7 @@ class Place(enum.Enum):
     WRITTEN = "the snapshot is complete under its temporary name"
     RENAMED = "the snapshot has its name, and the parent does not know"
     CLEANING = "old files are not deleted yet"
-    LOADED = "saved rows are loaded, and not in a snapshot"
+    LOADED = "rows to load are in a file of the server, and the journal does not name it"
 
 
 hook: Callable[[Place], None] | None = None

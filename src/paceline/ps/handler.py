@@ -20,11 +20,13 @@ from paceline.errors import ServerStateError
 from paceline.ps.clients import Admission
 from paceline.ps.durable import Durable
 from paceline.ps.faults import Place, reach
+from paceline.ps.loads import Loads
 from paceline.ps.outlet import RefusalLog
 from paceline.ps.quick import QuickPush
 from paceline.ps.refusal import Code, Refusal
-from paceline.ps.saving import SavePlace, prepare_load, save_job
-from paceline.ps.store import Change, Store
+from paceline.ps.save_place import SavePlace
+from paceline.ps.saving import save_id, save_job, tidy_job
+from paceline.ps.store import Store
 from paceline.ps.wire import (
     SEQUENCED,
     Frame,
@@ -48,9 +50,17 @@ class Later:
 
     head: Head
     work: Callable[[], dict[str, Any]]
+    code: Code = Code.SAVE
+    """Of a refusal, if it fails."""
 
     def done(self, value: dict[str, Any]) -> list[Frame]:
-        """The answer."""
+        """The answer.
+
+        Raises:
+            Refusal: That is what the child found.
+        """
+        if "refusal" in value:
+            raise Refusal.from_json(value["refusal"])
         return _done(self.head, value)
 
 
@@ -70,6 +80,7 @@ class Handler:
         self.store = store
         self._durable = durable
         self._place = place
+        self._loads = Loads(store, durable, place)
         self._start_s = time.monotonic()
         self.refusals = RefusalLog()
         self.dropped = 0
@@ -131,7 +142,11 @@ class Handler:
             return _done(head, self._stats(message.control))
         if head.kind is Kind.SAVE:
             directory = self._place.directory(message.control, Code.SAVE)
-            return Later(head, save_job(self.store, directory))
+            job = tidy_job if message.control.get("tidy") else save_job
+            return Later(head, job(self.store, directory, save_id(message.control)))
+        if head.kind is Kind.STAGE:
+            work = self._loads.stage(message.control)
+            return _done(head, {}) if work is None else Later(head, work, Code.LOAD)
         raise Refusal(Code.WIRE, f"{head.kind.name} is no request")
 
     def _change(self, message: Message | QuickPush, frames: list[Frame]) -> dict[str, Any]:
@@ -140,14 +155,14 @@ class Handler:
         if store.admit(head) is Admission.AGAIN:
             return store.repeat(message)
         try:
-            change = self._prepare(message)
+            if isinstance(message, Message) and head.kind is Kind.LOAD:
+                return self._loads.load(message)
+            change = store.prepare(message)
         except Refusal as refusal:
             if self._durable is not None:
                 self._durable.append_refused(head, refusal)
             store.clients.count(head, refusal)
             raise
-        if head.kind is Kind.LOAD:
-            return self._load(head, change)
         reach(Place.CHECKED)
         if self._durable is not None:
             self._durable.append(frames)
@@ -156,32 +171,18 @@ class Handler:
         reach(Place.APPLIED)
         return done
 
-    def _prepare(self, message: Message | QuickPush) -> Change:
-        if isinstance(message, QuickPush) or message.head.kind is not Kind.LOAD:
-            return self.store.prepare(message)
-        return prepare_load(self.store, self._place.directory(message.control, Code.LOAD))
-
-    def _load(self, head: Head, change: Change) -> dict[str, Any]:
-        """Not journaled, because the files may be gone at a replay: a snapshot takes its place.
-
-        Killed before it is complete, the server comes back as it was, and the client asks again.
-        """
-        try:
-            done = self.store.commit(head, change)
-            reach(Place.LOADED)
-            return done
-        finally:
-            if self._durable is not None:
-                self._durable.snapshot_now()
-
     def _welcome(self, head: Head, control: Mapping[str, Any]) -> dict[str, Any]:
         nonce = control.get("nonce")
         if type(nonce) is not int or nonce.bit_length() > 64:
             raise Refusal(Code.WIRE, "HELLO without a nonce of at most 64 bits")
+        refused, last = self.store.clients.refusals(head.client)
         return {
             "nonce": nonce,
             "incarnation": self.incarnation,
             "applied": self.store.clients.applied(head.client),
+            "refused": refused,
+            "refusals": [[number, refusal.to_json()] for number, refusal in last.items()],
+            "max_message_bytes": self.store.max_message_bytes,
             "durable": self._durable is not None,
             "server": f"paceline {VERSION_TEXT}",
         }

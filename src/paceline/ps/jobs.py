@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from paceline.ps.background import Job
+from paceline.ps.background import FailedJob, Job
 
 Work = Callable[[], Any]
 End = Callable[[Job], None]
@@ -70,8 +70,12 @@ class Jobs:
             self._current = None
 
     def _start(self) -> None:
-        if self._current is None and self._waiting:
+        while self._current is None and self._waiting:
             work, end = self._waiting.popleft()
-            job = Job(work)
+            try:
+                job = Job(work)
+            except OSError as error:
+                end(FailedJob(error))
+                continue
             self._current = (job, end)
             self._poller.register(job.fileno(), zmq.POLLIN)

@@ -10,8 +10,10 @@ Made by ``paceline ps keys DIR``, read by ``ps/entrance.py`` and, on the trainer
                 ``client.pub``, ``server.pub``
 =============== ==================================================================
 
-A key is one line of 40 characters (Z85). Files are readable by their owner only, and a secret that
-others can read is refused. Secrets are never printed, logged or put into an error.
+A key is one line of 40 characters (Z85). Files are readable by their owner only. A secret that
+others can read is refused, and so is a key, or a directory of keys, that others could change: they
+would let themselves in, or a server of theirs. Secrets are never printed, logged or put into an
+error.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ def read_server_keys(directory: Path) -> ServerKeys:
     Raises:
         ConfigurationError: Something is missing, is no key, or is open to others.
     """
+    for each in (directory, directory / "clients"):
+        _check_unchanged(each)
     clients = {_read(path): path.stem for path in sorted((directory / "clients").glob("*.pub"))}
     keys = ServerKeys(
         _read(directory / "server.pub"), _read_secret(directory / "server.key"), clients
@@ -105,6 +109,7 @@ def read_client_keys(directory: Path) -> ClientKeys:
     Raises:
         ConfigurationError: Something is missing, is no key, or is open to others.
     """
+    _check_unchanged(directory)
     return ClientKeys(
         _read(directory / "client.pub"),
         _read_secret(directory / "client.key"),
@@ -118,13 +123,30 @@ def _write(path: Path, key: bytes) -> None:
         file.write(key + b"\n")
 
 
+def _check_unchanged(path: Path) -> None:
+    """Refuse what another user, root excepted, could have changed."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigurationError(f"{path} belongs to user {found.st_uid}: copy it, as your own")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigurationError(f"others can change {path}: chmod go-w {path}")
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"the key {path} cannot be read ({error.strerror}): `paceline ps keys DIR` makes keys"
+    )
+
+
 def _read(path: Path) -> bytes:
+    _check_unchanged(path)
     try:
         key = path.read_bytes().strip()
     except OSError as error:
-        raise ConfigurationError(
-            f"the key {path} cannot be read ({error.strerror}): `paceline ps keys DIR` makes keys"
-        ) from None
+        raise _unreadable(path, error) from None
     if not _Z85.fullmatch(key):
         raise ConfigurationError(f"{path} is no key: a key is one line of 40 characters")
     return key

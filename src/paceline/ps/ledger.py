@@ -5,10 +5,10 @@ of the protocol of ``docs/decisions/0007-parameter-servers.md``; the server's ha
 
 [Note: why nothing is lost, doubled or seen too early]
 Facts: (a) ZeroMQ delivers what is sent over *one* connection in order, or not at all, and the
-server answers in that order, SAVE excepted. (b) A connection may break at any time and is made
-anew behind our back; messages and replies on their way are lost then, and queued ones follow over
-the new one. (c) The server applies number ``applied + 1`` and no other, and keeps ``applied`` with
-its tables.
+server answers in that order, SAVE and STAGE excepted. (b) A connection may break at any time and is
+made anew behind our back; messages and replies on their way are lost then, and queued ones follow
+over the new one. (c) The server applies number ``applied + 1`` and no other, and keeps ``applied``
+with its tables.
 
 1. *Requests are numbered in the order of sending, and a message that is sent again gets a new
    number.* So a reply to an old number is nobody's, and is dropped.
@@ -35,11 +35,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.ps.refused import Refused
 from paceline.ps.wire import (
+    LATER,
     SEQUENCED,
     Frame,
     Head,
     Kind,
+    is_error,
     pack_control,
     pack_request,
     read_reply,
@@ -101,6 +104,8 @@ class Ledger:
         state: See :class:`State`.
         acknowledged: The highest number that is known to be applied.
         kept_bytes: Of sequenced messages that are not acknowledged.
+        max_message_bytes: What the server takes in one frame; None: it did not say.
+        refused: Pushes that the server refused; see ``ps/refused.py``.
         complaint: What the server said about a message that it could not even read.
     """
 
@@ -110,6 +115,9 @@ class Ledger:
         self.kept_bytes = 0
         self.complaint = ""
         self.incarnation: str | None = None
+        self.max_message_bytes: int | None = None
+        self.refused = Refused()
+        self._told = 0  # how many refusals of what changes something have come here
         self._client = client
         self._open: dict[int, Pending] = {}
         self._requests = 0
@@ -150,6 +158,13 @@ class Ledger:
         pending.is_wanted = False
         pending.reply = None
 
+    def take_refused(self) -> Refused | None:
+        """The pushes that were refused since the last call."""
+        if not self.refused.pushes:
+            return None
+        found, self.refused = self.refused, Refused()
+        return found
+
     def has_open(self, *, sequenced: bool) -> bool:
         """Say whether requests are open: all, or only those that change something."""
         return any(each.sequence or not sequenced for each in self._open.values())
@@ -186,15 +201,19 @@ class Ledger:
         return is_next and self.state is State.OPEN
 
     def _is_next(self, pending: Pending) -> bool:
-        if pending.kind is Kind.SAVE:
+        if pending.kind in LATER:
             return True
         for each in self._open.values():
-            if each.kind is not Kind.SAVE:
+            if each.kind not in LATER:
                 return each is pending
         return False
 
     def _settle(self, pending: Pending, reply: list[Frame] | None) -> None:
         del self._open[pending.request]
+        if pending.sequence and reply is not None and is_error(reply[0]):
+            self._told += 1
+            if pending.kind is Kind.PUSH:
+                self.refused.add(pending, json.loads(bytes(rest_of(reply[0]))))
         if pending.sequence:
             self.acknowledged = max(self.acknowledged, pending.sequence)
             self.kept_bytes -= pending.kept_bytes
@@ -211,28 +230,47 @@ class Ledger:
             return []
         is_same = control["incarnation"] == self.incarnation
         self.incarnation = str(control["incarnation"])
+        self.max_message_bytes = control.get("max_message_bytes")
         self.state = State.OPEN
         self._welcomed = self._hello
-        asked = [each for each in self._open.values() if not (is_same and each.kind is Kind.SAVE)]
+        asked = [each for each in self._open.values() if not (is_same and each.kind in LATER)]
         lost = [each for each in asked if each.request < self._hello]
         if any(each.sequence > applied for each in lost):
             lost = asked  # what was sent after HELLO would be answered before what is sent now
-        return self._repeat(lost, applied)
+        refusals = {int(number): reason for number, reason in control.get("refusals", ())}
+        messages = self._repeat(lost, applied, refusals)
+        unheard = sum(0 < each.sequence <= applied for each in self._open.values())
+        unknown = int(control.get("refused", 0)) - self._told - unheard
+        if unknown > 0:  # [Note: no refusal is missed]
+            self._told += unknown
+            self.refused.add_unknown(unknown)
+        return messages
 
-    def _repeat(self, lost: list[Pending], applied: int) -> list[list[Frame]]:
-        """Strike off what is applied; number the rest anew, what changes something first."""
+    def _repeat(
+        self, lost: list[Pending], applied: int, refusals: Mapping[int, Mapping[str, Any]]
+    ) -> list[list[Frame]]:
+        """Strike off what is applied or refused; number the rest anew, changes first."""
         messages = []
         for pending in sorted(lost, key=lambda each: (not each.sequence, each.request)):
             is_applied = 0 < pending.sequence <= applied
             if (is_applied and pending.kind in _NO_ANSWER) or not (
                 pending.is_wanted or pending.sequence
             ):
-                self._settle(pending, None)
+                self._settle(pending, self._refusal(pending, refusals))
                 continue
             del self._open[pending.request]
             messages.append(self._number(pending))
         self.acknowledged = max(self.acknowledged, applied)
         return messages
+
+    def _refusal(
+        self, pending: Pending, refusals: Mapping[int, Mapping[str, Any]]
+    ) -> list[Frame] | None:
+        """The reply that was lost, if it was no DONE."""
+        reason = refusals.get(pending.sequence)
+        if not pending.sequence or reason is None:
+            return None
+        return pack_control(Head(Kind.ERROR, pending.request, self._client), reason)
 
     def _number(self, pending: Pending) -> list[Frame]:
         self._requests += 1

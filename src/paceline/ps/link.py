@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from paceline.ps.peer import Obstacle, is_own_peer, obstacle_at
+from paceline.ps.settings import IPC
 from paceline.ps.shortcut import Shortcut, open_shortcut
 from paceline.ps.wire import Frame
 
@@ -36,8 +39,16 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
 _RETRY_S = 5.0
 """So long after a server gave no shared memory, it is asked again."""
 _EVENTS = (
-    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+_MOST_FAILURES = 3
+"""A server that ends the handshake so often in a row cannot read it: one that is being stopped or
+started does so once."""
 
 
 class News(enum.Enum):
@@ -48,6 +59,10 @@ class News(enum.Enum):
     """It broke; ZeroMQ makes a new one."""
     REFUSED = "refused"
     """The server does not accept our key."""
+    UNREADABLE = "unreadable"
+    """It ends every handshake: it cannot read what is encrypted for another server."""
+    FOREIGN = "foreign"
+    """Another user of this host listens at the address."""
 
 
 class Link:
@@ -66,6 +81,8 @@ class Link:
     def __init__(self, context: Any, address: str, curve: dict[str, bytes], client: bytes) -> None:
         self.address = address
         self._client = client
+        self._is_encrypted = bool(curve)
+        self._failures = 0
         self._shortcut: Shortcut | None = None
         self._next_try_s = 0.0
         self._is_direct = False  # whether data messages may take the shortcut
@@ -115,20 +132,25 @@ class Link:
             if not is_held:
                 self._shortcut.wake()
 
-    def receive(self) -> list[Frame] | None:
+    def receive(self, timeout_ms: int = _SLICE_MS) -> list[Frame] | None:
         """One message, or None after a short while."""
         shortcut = self._shortcut
         if shortcut is not None and shortcut.awaited and not self._is_marked:
-            frames = shortcut.receive(_SLICE_MS)
+            frames = shortcut.receive(timeout_ms)
             self._is_marked = frames == []
             self.came_by_shortcut = True
             return frames or None
+        flags = 0 if timeout_ms else zmq.NOBLOCK  # the socket has its own time-out
         try:
-            found = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+            found = [frame.buffer for frame in self._socket.recv_multipart(flags, copy=False)]
         except zmq.Again:
             return None
         self._is_marked = self.came_by_shortcut = False
         return found
+
+    def receive_now(self) -> list[Frame] | None:
+        """One message, if there is one."""
+        return self.receive(0)
 
     def news(self) -> News:
         """The worst that happened since the last call."""
@@ -138,12 +160,34 @@ class Link:
             self._is_replaced = False
             found = News.BROKEN
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            event = recv_monitor_message(self._monitor)["event"]
-            if event != zmq.EVENT_DISCONNECTED:
-                return News.REFUSED
-            self._leave_shortcut()
-            found = News.BROKEN
+            what = self._judge(recv_monitor_message(self._monitor))
+            if what is News.BROKEN:
+                self._leave_shortcut()
+            elif what is not News.NOTHING:
+                return what
+            found = what if found is News.NOTHING else found
         return found
+
+    def _judge(self, event: Mapping[str, Any]) -> News:
+        """What one event of the socket means."""
+        kind = event["event"]
+        if kind == zmq.EVENT_CONNECTED:
+            is_ours = not self.address.startswith(IPC) or is_own_peer(event["value"])
+            return News.NOTHING if is_ours else News.FOREIGN
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._failures = 0
+            return News.NOTHING
+        if kind == zmq.EVENT_DISCONNECTED:
+            return News.BROKEN
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._failures += 1
+            is_hopeless = self._is_encrypted and self._failures >= _MOST_FAILURES
+            return News.UNREADABLE if is_hopeless else News.BROKEN
+        return News.REFUSED
+
+    def obstacle(self) -> Obstacle:
+        """Why there may be no connection, as far as the socket's file tells."""
+        return obstacle_at(self.address) if self.address.startswith(IPC) else Obstacle()
 
     def close(self) -> None:
         """Close both sockets; what is still queued gets a moment."""
@@ -151,6 +195,11 @@ class Link:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS)
+
+    def let_go(self) -> None:
+        """In a forked child: close its copy of the shortcut. ZeroMQ must not be touched there."""
+        if self._shortcut is not None:
+            self._shortcut.close()
 
     def _leave_shortcut(self) -> None:
         self._is_direct = self._is_marked = False

@@ -16,13 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import ConfigurationError, ServerStartError
+from paceline.errors import ConfigurationError, ServersClosedError, ServerStartError
+from paceline.forks import Owner, finalize_here, tell_children
 from paceline.ps.settings import GIB, ServerSettings
 
 START_S = 60.0
@@ -40,6 +40,7 @@ def local(
     snapshot_every_s: float = 60.0,
     max_bytes: int = 0,
     max_message_bytes: int = GIB,
+    save_root: str | os.PathLike[str] = "/",
     start_method: Literal["spawn", "forkserver"] = "spawn",
 ) -> LocalServers:
     """Start servers on this host; they end with the returned object, or with this process.
@@ -58,6 +59,8 @@ def local(
         snapshot_every_s: See :class:`ServerSettings`.
         max_bytes: Of each server; see :class:`ServerSettings`.
         max_message_bytes: See :class:`ServerSettings`.
+        save_root: They save and load below this directory only. They answer programs of this user
+            only, so by default that is any.
         start_method: ``"forkserver"`` takes multiprocessing's fork server, which has imported torch
             if it was used before: faster, and the main module needs ``if __name__ ==
             "__main__":``. ``"spawn"`` works everywhere.
@@ -84,6 +87,7 @@ def local(
                 snapshot_every_s=snapshot_every_s,
                 max_bytes=max_bytes,
                 max_message_bytes=max_message_bytes,
+                save_root=Path(save_root).absolute(),
             )
             for index in range(n)
         ]
@@ -111,7 +115,9 @@ class LocalServers:
         servers = [dataclasses.asdict(each) for each in settings]
         order = {"restart": restart, "sockets": str(sockets), "servers": servers}
         self._pipe, process = launch(json.dumps(order, default=str).encode())
-        self._finalizer = weakref.finalize(self, _end, self._pipe, process, sockets, os.getpid())
+        self._owner = Owner()
+        self._finalizer = finalize_here(self, _end, self._pipe, process, sockets)
+        tell_children(self)
         try:
             self._start(range(len(settings)))
         except BaseException:
@@ -140,6 +146,10 @@ class LocalServers:
         """
         self._start([index])
 
+    def let_go(self) -> None:
+        """In a forked child: the supervisor ends when nobody has this end of the pipe any more."""
+        self._pipe.close()
+
     def close(self) -> None:
         """End all servers, those with a directory after a last snapshot. Idempotent."""
         self._finalizer()
@@ -152,6 +162,14 @@ class LocalServers:
     def _order(self, what: str, index: int) -> None:
         if not 0 <= index < len(self.addresses):
             raise ConfigurationError(f"there is no server {index}, of {len(self.addresses)}")
+        if not self._owner.is_here():
+            raise ServersClosedError(
+                f"{what}: these servers belong to process {self._owner.pid}, and this is a forked "
+                "child, which can connect to them (ps.connect) but not start or end them",
+                server=index,
+                address=self.addresses[index],
+                operation=what,
+            )
         try:
             self._pipe.send_bytes(json.dumps({"do": what, "index": index}).encode())
         except OSError:
@@ -177,9 +195,7 @@ class LocalServers:
             waiting.discard(words["index"])
 
 
-def _end(pipe: Connection, process: Any, sockets: Path, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the owner: not its servers
-        return
+def _end(pipe: Connection, process: Any, sockets: Path) -> None:
     pipe.close()  # the supervisor reads its end, and ends
     try:
         process.wait(_END_S)

@@ -65,8 +65,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--save-root",
         type=Path,
         metavar="DIR",
-        help="trainers may save to and load from directories below this one; without it, over tcp "
-        "none, over ipc any",
+        help="trainers save to and load from directories below this one only (default: saves in "
+        "--dir; without either they cannot)",
     )
 
 

@@ -7,6 +7,7 @@ few lines are written, and the rest are counted and named in one line later.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 
 log = logging.getLogger("paceline.ps")
@@ -25,9 +26,14 @@ class RefusalLog:
         self._until_s = 0.0
         self._left = 0
         self._silent = 0
+        self._lock = threading.RLock()
 
     def add(self, text: str) -> None:
-        """Note one refusal."""
+        """Note one refusal. Any thread may."""
+        with self._lock:
+            self._add(text)
+
+    def _add(self, text: str) -> None:
         self.total += 1
         now_s = time.monotonic()
         if now_s >= self._until_s:

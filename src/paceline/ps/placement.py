@@ -46,6 +46,7 @@ def attach(servers: Servers, configs: Sequence[TableConfig]) -> list[Place]:
     numbers = [[-1] * len(servers) for _ in configs]
     for (server, table), answer in zip(wanted, answers, strict=True):
         numbers[table][server] = int(answer["table"])
+        servers.channels[server].names[int(answer["table"])] = configs[table].name
     return [Place(config, tuple(found)) for config, found in zip(configs, numbers, strict=True)]
 
 

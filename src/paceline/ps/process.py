@@ -20,7 +20,8 @@ from paceline.errors import PacelineError
 from paceline.ps.durable import Durable
 from paceline.ps.handler import Handler
 from paceline.ps.options import parse_settings
-from paceline.ps.saving import SavePlace
+from paceline.ps.private import private_umask
+from paceline.ps.save_place import SavePlace
 from paceline.ps.server import Server
 from paceline.ps.settings import ServerSettings
 from paceline.ps.store import Store
@@ -49,12 +50,13 @@ def serve(
     # additions is part of the promise.
     torch.set_num_threads(1)
     with _stop_signals(ignore_interrupt) as stop_fd, contextlib.ExitStack() as stack:
+        stack.enter_context(private_umask())  # of everything that is written from now on
         store = Store(settings.max_bytes, settings.max_message_bytes)
         durable = None
         if settings.directory is not None:
             durable = Durable(settings.directory, store, settings.fsync)
             stack.callback(durable.close)
-        place = SavePlace(settings.save_root, is_open=not settings.is_tcp)
+        place = SavePlace(settings.save_place)
         server = Server(settings, Handler(store, durable, place), durable)
         stack.callback(server.close)
         ready(server.address)

@@ -34,6 +34,9 @@ class Code(enum.Enum):
     """A fault of the server; its log has the traceback."""
 
 
+_TEXT = 4000
+
+
 class Refusal(Exception):
     """An answer of kind ERROR.
 
@@ -55,7 +58,8 @@ class Refusal(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The control part of an ERROR message."""
-        return {"code": self.code.value, "text": self.text, "table": self.table, "id": self.id}
+        text = self.text[:_TEXT]  # several go into one message
+        return {"code": self.code.value, "text": text, "table": self.table, "id": self.id}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Refusal:

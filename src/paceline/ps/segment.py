@@ -66,9 +66,11 @@ def pair_over(handed: Handed, capacity: int, is_server: bool) -> Any:
     """One end of the rings in this memory.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: It is something else, or could shrink under its readers.
         OSError: It cannot be mapped.
     """
+    if not fcntl.fcntl(handed.memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError("the memory could be made smaller under its readers")
     ours, theirs = handed.trainer_event, handed.server_event
     if is_server:
         ours, theirs = theirs, ours

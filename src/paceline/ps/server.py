@@ -26,11 +26,12 @@ from paceline.ps.attendant import Attendant
 from paceline.ps.background import Job
 from paceline.ps.door import FULL, MOST, Door, Visitor
 from paceline.ps.durable import Durable
-from paceline.ps.entrance import Entrance
+from paceline.ps.entrance import AGAIN_MS, Entrance
 from paceline.ps.faults import Place, reach
 from paceline.ps.handler import Handler, Later
 from paceline.ps.jobs import Jobs
-from paceline.ps.refusal import Code, Refusal
+from paceline.ps.refusal import Refusal
+from paceline.ps.room import Room, make_room
 from paceline.ps.segment import CAPACITY, door_path, is_possible
 from paceline.ps.settings import ServerSettings
 from paceline.ps.wire import Frame, Kind, WireError, read_head
@@ -73,9 +74,10 @@ class Server:
         self._routes: dict[bytes, bytes] = {}  # for each client its ZeroMQ peer
         self._context = zmq.Context()
         try:
-            self._entrance = Entrance(self._context, settings, handler.refusals)
+            room = make_room()
+            self._entrance = Entrance(self._context, settings, handler.refusals, room)
             self._socket = self._entrance.open(QUEUED)
-            self._door = _open_door(settings, handler.incarnation)
+            self._door = _open_door(settings, handler.incarnation, room)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -101,7 +103,7 @@ class Server:
                 self._serve_visitors(self._door, ready)
             if self._socket in ready:
                 self._serve_some()
-            if self._entrance.is_news(ready):
+            if self._entrance.is_news(ready) or self._entrance.is_shut:
                 self._entrance.look()
             self._start_snapshot()
             self._jobs.tend(ready)
@@ -252,9 +254,11 @@ class Server:
     def _until_timer_ms(self) -> int | None:
         if self._door is not None and self._attendant is None and not self._door.rest():
             return 0
+        again_ms = AGAIN_MS if self._entrance.is_shut else None
         if not self._settings.snapshot_every_s or self._durable is None:
-            return None
-        return max(0, int(1000 * (self._next_snapshot_s - time.monotonic())) + 1)
+            return again_ms
+        left_ms = max(0, int(1000 * (self._next_snapshot_s - time.monotonic())) + 1)
+        return left_ms if again_ms is None else min(left_ms, again_ms)
 
     def _start_snapshot(self) -> None:
         if self._durable is None or not self._settings.snapshot_every_s:
@@ -263,7 +267,10 @@ class Server:
             return
         self._next_snapshot_s = time.monotonic() + self._settings.snapshot_every_s
         if self._durable.has_changed and not self._jobs.is_busy:
-            self._jobs.add(self._durable.begin_snapshot(), self._end_snapshot, is_urgent=True)
+            try:
+                self._jobs.add(self._durable.begin_snapshot(), self._end_snapshot, is_urgent=True)
+            except OSError as error:
+                log.warning("a snapshot could not begin, journals are kept: %s", error)
 
     def _end_snapshot(self, job: Job) -> None:
         assert self._durable is not None
@@ -276,7 +283,7 @@ class Server:
 
     def _enqueue(self, to: To, later: Later) -> None:
         if not self._jobs.add(later.work, self._answer_later(to, later)):
-            busy = Refusal(Code.SAVE, "too many saves are waiting already")
+            busy = Refusal(later.code, "too many saves and loads are waiting already")
             self._send(to, self._handler.refuse(later.head, busy))
 
     def _answer_later(self, to: To, later: Later) -> Callable[[Job], None]:
@@ -284,20 +291,22 @@ class Server:
             try:
                 answer = later.done(job.finish())
             except OSError as error:
-                answer = self._handler.refuse(later.head, Refusal(Code.SAVE, str(error)))
+                answer = self._handler.refuse(later.head, Refusal(later.code, str(error)))
+            except Refusal as refusal:
+                answer = self._handler.refuse(later.head, refusal)
             self._send(to, answer)
 
         return end
 
 
-def _open_door(settings: ServerSettings, incarnation: str) -> Door | None:
+def _open_door(settings: ServerSettings, incarnation: str, room: Room) -> Door | None:
     """Where trainers of this host get shared memory; without it, everything goes over ZeroMQ."""
     path = door_path(settings.address)
     # A message in shared memory has at most half of a ring: where less is allowed, there is none.
     if path is None or not is_possible() or settings.max_message_bytes < CAPACITY // 2:
         return None
     try:
-        return Door(path, incarnation)
+        return Door(path, incarnation, room)
     except OSError as error:
         log.warning("no shared memory for trainers of this host: %s: %s", path, error)
         return None

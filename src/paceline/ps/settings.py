@@ -10,6 +10,8 @@ from paceline.errors import ConfigurationError
 
 GIB = 1 << 30
 IPC, TCP = "ipc://", "tcp://"
+SAVES = "saves"
+"""In a server's directory: where it saves, unless it was told otherwise."""
 _SOCKET_PATH = 100  # bytes; the kernel takes 107
 
 
@@ -30,7 +32,8 @@ class ServerSettings:
         max_bytes: Of rows and optimizer state, all tables together.
         max_message_bytes: Of one frame, in either direction.
         keys: A directory made by ``paceline ps keys``: who the server is, and who may enter.
-        save_root: SAVE and LOAD may use directories below this one; None is any, and over tcp none.
+        save_root: SAVE and LOAD use directories below this one only; None is ``saves`` in
+            ``directory``, and without that they are refused.
     """
 
     address: str
@@ -67,6 +70,13 @@ class ServerSettings:
         return self.address.startswith(TCP)
 
     @property
+    def save_place(self) -> Path | None:
+        """Where SAVE and LOAD are allowed."""
+        if self.save_root is not None or self.directory is None:
+            return self.save_root
+        return self.directory / SAVES
+
+    @property
     def socket_path(self) -> Path | None:
         """The socket's file, for ipc."""
         return None if self.is_tcp else Path(self.address.removeprefix(IPC))
@@ -75,6 +85,7 @@ class ServerSettings:
 def _check_address(address: str) -> None:
     if address.startswith(IPC) and len(address) > len(IPC):
         path = address.removeprefix(IPC)
+        check_socket_name(path)
         if len(os.fsencode(path)) > _SOCKET_PATH:
             raise ConfigurationError(
                 f"the path of a socket has at most {_SOCKET_PATH} bytes, and {path!r} has more"
@@ -85,3 +96,16 @@ def _check_address(address: str) -> None:
     if address.startswith(TCP) and host and is_port:
         return
     raise ConfigurationError(f"an address is ipc://PATH or tcp://HOST:PORT, not {address!r}")
+
+
+def check_socket_name(path: str) -> None:
+    """Refuse a Unix socket that is no file.
+
+    Raises:
+        ConfigurationError: Whoever comes first may have such a name, and everybody may connect.
+    """
+    if path.startswith(("@", "\0")) or path == "*":
+        raise ConfigurationError(
+            f"ipc://{path} is a socket without a file, which any user of this host may connect to, "
+            "or take the name of: use ipc://PATH, or tcp://127.0.0.1:PORT with keys"
+        )

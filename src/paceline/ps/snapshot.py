@@ -7,6 +7,7 @@ state of its slots, and the clients with what of theirs is applied: all of one m
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from paceline.ps.refusal import Refusal
 from paceline.ps.spec import Shard, Sharding, TableSpec
 from paceline.ps.store import Store
 from paceline.ps.table import Table
-from paceline.ps.tensor_file import TensorFile, open_tensors, write_tensors
+from paceline.ps.tensor_file import TensorFile, has_checksum, open_tensors, write_tensors
+
+log = logging.getLogger("paceline.ps")
 
 FORMAT = "paceline-ps-snapshot"
-VERSION = "1"
+VERSION = "2"
+_UNCHECKED = "1"
+"""Has no checksum."""
 LINES = 1 << 16
 """So many rows are read at a time."""
 
@@ -52,6 +57,7 @@ def write_snapshot(path: Path, store: Store) -> None:
         "version": VERSION,
         "tables": json.dumps([describe(table) for table in store.tables]),
         "refusals": json.dumps(refusals),
+        "refused": json.dumps([client.refused for _, client in clients]),
     }
     write_tensors(path, tensors, metadata)
 
@@ -63,8 +69,9 @@ def read_snapshot(path: Path, store: Store) -> None:
         ServerStateError: The file is damaged, of another version, or larger than the store may be.
     """
     try:
+        is_checked = has_checksum(path)
         with open_tensors(path) as file:
-            _check_version(file)
+            check_version(file, FORMAT, is_checked)
             for described in json.loads(file.metadata["tables"]):
                 spec, shard, step = parse(described)
                 table = store.create(spec, shard)
@@ -107,6 +114,11 @@ def table_tensors(table: Table) -> dict[str, Tensor]:
     return {"ids": torch.from_numpy(table.storage.ids()), **dict(kept)}
 
 
+def column_widths(table: Table) -> dict[str, int]:
+    """For rows and each kind of state its name in a file, and how many values a row has."""
+    return {"rows": table.spec.dim, **{f"state.{c.name}": c.width for c in table.columns}}
+
+
 Piece = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 """Ids, rows and state of some rows."""
 
@@ -119,7 +131,7 @@ def read_table(file: TensorFile, prefix: str, table: Table) -> Iterator[Piece]:
     """
     if f"{prefix}ids" not in file.names:
         return
-    columns = {"rows": table.spec.dim, **{f"state.{c.name}": c.width for c in table.columns}}
+    columns = column_widths(table)
     count = file.shape(f"{prefix}ids")[0]
     for name, width in columns.items():
         if file.shape(prefix + name) != [count, width]:
@@ -130,12 +142,28 @@ def read_table(file: TensorFile, prefix: str, table: Table) -> Iterator[Piece]:
         yield file.lines(f"{prefix}ids", start, stop), rows, tuple(state)
 
 
-def _check_version(file: TensorFile) -> None:
-    if file.metadata.get("format") != FORMAT:
-        raise ValueError("it is no snapshot of a Paceline server")
-    found = file.metadata.get("version")
-    if found != VERSION:
-        raise ValueError(f"it is of version {found}, and this Paceline reads {VERSION}")
+def check_version(file: TensorFile, wanted: str, is_checked: bool) -> None:
+    """Refuse another kind of file, another version, and one whose checksum is missing.
+
+    Args:
+        file: Which.
+        wanted: Its format.
+        is_checked: Whether it had a checksum, and the right one.
+
+    Raises:
+        ValueError: What is wrong with it.
+    """
+    kind, version = file.metadata.get("format"), file.metadata.get("version")
+    if kind != wanted:
+        raise ValueError(f"{file.path.name} is no {wanted} but {kind}")
+    if version not in (VERSION, _UNCHECKED):
+        raise ValueError(
+            f"{file.path.name} is of version {version}, and this Paceline reads {VERSION}"
+        )
+    if version == VERSION and not is_checked:
+        raise ValueError(f"{file.path.name} is damaged: its checksum is missing")
+    if not is_checked:
+        log.warning("%s has no checksum: an older Paceline wrote it. Read as it is", file.path)
 
 
 def _read_clients(file: TensorFile, store: Store) -> None:
@@ -147,5 +175,9 @@ def _read_clients(file: TensorFile, store: Store) -> None:
     for line, sequence, refusal in json.loads(file.metadata["refusals"]):
         client = clients[line][1]
         client.refusals = {**(client.refusals or {}), sequence: Refusal.from_json(refusal)}
+        client.refused += 1
+    if "refused" in file.metadata:  # older snapshots do not have it
+        for (_, client), refused in zip(clients, json.loads(file.metadata["refused"]), strict=True):
+            client.refused = int(refused)
     for name, client in clients:
         store.clients.restore(name, client)

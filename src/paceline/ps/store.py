@@ -45,6 +45,7 @@ class Store:
         max_reply_bytes: Of one FOUND.
 
     Attributes:
+        max_message_bytes: Of one frame, in either direction.
         quick: The quick way to the tables, with a native core.
     """
 
@@ -53,7 +54,7 @@ class Store:
         self.clients = Clients()
         self.tables: list[Table] = []
         self._by_name: dict[str, Table] = {}
-        self._max_reply_bytes = max_reply_bytes
+        self.max_message_bytes = max_reply_bytes
         native = extension.native
         self.quick = None if native is None else Quick(native, max_reply_bytes)
         self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
@@ -88,10 +89,10 @@ class Store:
         shares = checked(self.tables, message)
         sizes = list(reply_bytes(shares))
         total = sum(sizes)
-        if total > self._max_reply_bytes:
+        if total > self.max_message_bytes:
             raise Refusal(
                 Code.SIZE,
-                f"the reply would have {total} bytes, and {self._max_reply_bytes} are allowed "
+                f"the reply would have {total} bytes, and {self.max_message_bytes} are allowed "
                 "(--max-message-bytes): ask for fewer rows at a time",
             )
         values = np.empty(total, np.uint8)

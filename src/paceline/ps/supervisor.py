@@ -130,9 +130,10 @@ class Supervisor:
         child = self._children[index]
         try:
             words = json.loads(child.life.recv_bytes())
-            child.address = words.get("address", "")
             if "error" in words and index not in self._asked:
-                log.error("server %d did not start: %s", index, words["error"])
+                what = "has ended" if child.address else "did not start"
+                log.error("server %d %s: %s", index, what, words["error"])
+            child.address = words.get("address", "")
         except (EOFError, OSError):
             words = {"died": _reap(child)}
             self._let_go(index)

@@ -115,6 +115,12 @@ class Table:
         self._keep(None)
         self.step = 0
 
+    def take_over(self, other: Table) -> None:
+        """Have the rows of another table of the same kind, and forget its own."""
+        self._budget.used_bytes += (other.count - self.count) * self.row_bytes
+        self._keep(other._storage)
+        self.step = other.step
+
     def locate(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """For each id its slot, 0 for a row that has none yet.
 

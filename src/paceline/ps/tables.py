@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.errors import BagsError, ConfigurationError
+from paceline.forks import tell_children
 from paceline.ps.config import TableConfig
 from paceline.ps.connection import Servers
 from paceline.ps.group import Group, Kin, kin_of
@@ -26,6 +27,7 @@ from paceline.ps.placement import attach
 from paceline.ps.plan import MOST_TABLES
 from paceline.ps.planner import Plan, planned
 from paceline.ps.prefetch import Announcements
+from paceline.ps.refused import check_refused
 from paceline.ps.visit import Stage, Visit
 
 Batch = Mapping[int, FlatBags]
@@ -71,10 +73,16 @@ class Tables:
         # Autograd calls a backward only for what hangs on something that requires a gradient.
         # No parameter: neither DDP nor an optimizer sees it.
         self._anchor = torch.empty(0, requires_grad=True)
+        tell_children(self)
+
+    def let_go(self) -> None:
+        """In a forked child: the lock may be held by a thread that is not here."""
+        self._lock = threading.RLock()
 
     def prefetch(self, batch: Any, inputs: Batch) -> None:
         """Announce a batch; it is asked for as soon as its order allows."""
         with self._lock:
+            check_refused(self.servers.channels, "prefetch")
             self.announced.add(batch, self.plan(inputs), self.servers.epoch)
             self._ask_announced()
 
@@ -101,6 +109,7 @@ class Tables:
     def _visit(self, batch: Any, read: Callable[[], Batch]) -> Visit:
         """The batch on its way: asked for, now or before."""
         with self._lock:
+            check_refused(self.servers.channels, "lookup")
             visit = self.announced.take(batch, self.pushes, self.servers.epoch)
             if visit is None:
                 visit = self.plan(read())
@@ -109,9 +118,14 @@ class Tables:
         return visit
 
     def push(self, visit: Visit, gradients: Sequence[Tensor | None]) -> None:
-        """Push what a backward found, then ask for what waited for it."""
+        """Push what a backward found, then ask for what waited for it.
+
+        Raises:
+            PushRefusedError: An earlier push was refused; this one was not sent.
+        """
         with self._lock:
             self._open.discard(visit)
+            check_refused(self.servers.channels, "push, which was not sent")
             self._hold(True)
             try:
                 if visit.push(gradients, self.lrs, self._grad_scale):

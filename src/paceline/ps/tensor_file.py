@@ -4,14 +4,23 @@ Called by ``ps/snapshot.py`` and ``ps/saving.py``. The library's writer wants al
 as one object, which would double a server's memory; the format is a length, a JSON header and raw
 bytes, so it is written here, and tests read it back with the library. A file appears under its name
 when it is complete and on disk, or not at all.
+
+[Note: checksum]
+The first entry of the metadata, ``crc32``, is the CRC-32 of the whole file, header included, with
+eight zeros in its own place. It is written last, before the file has its name. CRC-32 runs at
+4 GB/s here, blake2b at 0.9, sha256 at 1.8; it is against disks, not against people.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paceline.ps import files
 from paceline.ps.faults import Place, reach
 
 _NAMES = {
@@ -29,69 +39,132 @@ _NAMES = {
     torch.int64: "I64",
     torch.uint8: "U8",
 }
-_PIECE = 1 << 26  # bytes of one write
-TEMPORARY = ".partial"
+CHECKSUM = "crc32"
+"""The name in a file's metadata."""
+_NO_CRC = b"00000000"
+_CRC_KEY = f'"{CHECKSUM}": "'.encode()
+_MOST_HEADER = 100_000_000  # as in the library
+_BUFFER = 1 << 20
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
+@dataclass(frozen=True)
+class Stream:
+    """A tensor that is written a piece at a time.
+
+    Args:
+        dtype: Of its values.
+        shape: Of the whole.
+        pieces: Its lines, in their order; contiguous.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor | Stream], metadata: Mapping[str, str]
+) -> int:
     """Write a file, and return its size. Tensors must be contiguous.
 
     Raises:
         OSError: The disk does not want to; nothing is left behind.
+        ValueError: A stream was not as long as it said.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    temporary = path.with_name(path.name + files.TEMPORARY)
     try:
+        descriptor = files.disk.create(temporary)
         try:
-            size = _write_all(descriptor, tensors, metadata)
-            os.fsync(descriptor)
+            size = _write_all(descriptor, _streams(tensors), metadata)
+            files.disk.sync(descriptor)
         finally:
             os.close(descriptor)
         reach(Place.WRITTEN)
-        os.rename(temporary, path)
+        files.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        files.discard(temporary)
         raise
-    sync_directory(path.parent)
     return size
 
 
-def _write_all(descriptor: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> int:
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+def _streams(tensors: Mapping[str, Tensor | Stream]) -> dict[str, Stream]:
+    return {
+        name: Stream(each.dtype, tuple(each.shape), [each]) if isinstance(each, Tensor) else each
+        for name, each in tensors.items()
+    }
+
+
+def _write_all(descriptor: int, streams: Mapping[str, Stream], metadata: Mapping[str, str]) -> int:
+    header: dict[str, Any] = {"__metadata__": {CHECKSUM: _NO_CRC.decode(), **metadata}}
     at = 0
-    for name, tensor in tensors.items():
-        end = at + tensor.numel() * tensor.element_size()
+    for name, stream in streams.items():
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
+            "dtype": _NAMES[stream.dtype],
+            "shape": list(stream.shape),
+            "data_offsets": [at, at + stream.size],
         }
-        at = end
+        at += stream.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    write_bytes(descriptor, len(text).to_bytes(8, "little") + text)
-    for index, tensor in enumerate(tensors.values()):
-        if index == len(tensors) // 2:
+    start = len(text).to_bytes(8, "little") + text
+    files.write_all(descriptor, start)
+    crc = zlib.crc32(start)
+    for index, (name, stream) in enumerate(streams.items()):
+        if index == len(streams) // 2:
             reach(Place.WRITING)
-        if tensor.numel():
-            write_bytes(descriptor, tensor.flatten().view(torch.uint8).numpy().data)
-    return 8 + len(text) + at
+        crc = _write_stream(descriptor, name, stream, crc)
+    files.write_all_at(descriptor, b"%08x" % crc, start.index(_CRC_KEY) + len(_CRC_KEY))
+    return len(start) + at
 
 
-def write_bytes(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of it, however often the kernel takes only a part."""
-    view = memoryview(data).cast("B")
-    while len(view):
-        view = view[os.write(descriptor, view[:_PIECE]) :]
+def _write_stream(descriptor: int, name: str, stream: Stream, crc: int) -> int:
+    size = 0
+    for piece in stream.pieces:
+        if piece.numel():
+            data = piece.flatten().view(torch.uint8).numpy().data
+            files.write_all(descriptor, data)
+            crc = zlib.crc32(data, crc)
+            size += len(data)
+    if size != stream.size:
+        raise ValueError(f"{name} has {size} bytes, not {stream.size}")
+    return crc
 
 
-def sync_directory(directory: Path) -> None:
-    """Make names in a directory survive the machine."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def has_checksum(path: Path) -> bool:
+    """Read a whole file, and compare it with its checksum; False is one without.
+
+    Raises:
+        ValueError: It is not what was written.
+        OSError: It cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        length = file.read(8)
+        text = file.read(min(int.from_bytes(length, "little"), _MOST_HEADER))
+        at = text.find(_CRC_KEY)
+        if at < 0:
+            return False
+        at += len(_CRC_KEY)
+        found = text[at : at + len(_NO_CRC)]
+        crc = zlib.crc32(length + text[:at] + _NO_CRC + text[at + len(_NO_CRC) :])
+        crc = _crc_of_rest(file, crc)
+    if found != b"%08x" % crc:
+        raise ValueError(
+            f"{path} is damaged: its checksum says {found.decode(errors='replace')}, and its bytes "
+            f"have {crc:08x}"
+        )
+    return True
+
+
+def _crc_of_rest(file: io.FileIO, crc: int) -> int:
+    buffer = memoryview(bytearray(_BUFFER))
+    while count := file.readinto(buffer):
+        crc = zlib.crc32(buffer[:count], crc)
+    return crc
 
 
 class TensorFile:

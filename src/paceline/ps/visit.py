@@ -16,6 +16,7 @@ from paceline.ps.channel import Channel
 from paceline.ps.ledger import Pending
 from paceline.ps.parts import BagsPart, Part, RowsPart, message
 from paceline.ps.pool import Pool
+from paceline.ps.refused import check_refused
 from paceline.ps.wire import Frame, Kind, is_repeated
 
 
@@ -70,9 +71,18 @@ class Visit:
         self.stage = Stage.PLANNED
 
     def collect(self) -> tuple[Tensor, ...]:
-        """Wait for the replies, and give the bags of each table."""
-        for channel, pending in self._asked:
-            self._distribute(channel, pending, channel.wait(pending))
+        """Wait for the replies, and give the bags of each table.
+
+        Raises:
+            PushRefusedError: A server has refused a push that these rows should have.
+        """
+        try:
+            for channel, pending in self._asked:
+                self._distribute(channel, pending, channel.wait(pending))
+            check_refused(self._channels, "lookup")
+        except BaseException:
+            self.forget()
+            raise
         self._asked.clear()
         self.stage = Stage.COLLECTED
         pools = iter(self.pools)

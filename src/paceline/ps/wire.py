@@ -88,7 +88,9 @@ class Kind(enum.IntEnum):
     SAVE = 7
     """Control. Write all tables to a directory. Answered by DONE when they are on disk."""
     LOAD = 8
-    """Control, sequenced. Replace the rows of a table by saved ones. Answered by DONE."""
+    """Control, sequenced. Replace the rows of all tables by saved ones. Answered by DONE."""
+    STAGE = 9
+    """Control. Get everything ready for a LOAD, and change nothing. Answered by DONE."""
 
     WELCOME = 64
     DONE = 65
@@ -98,6 +100,8 @@ class Kind(enum.IntEnum):
 
 DATA = frozenset({Kind.LOOKUP, Kind.PUSH, Kind.WRITE, Kind.FOUND})
 SEQUENCED = frozenset({Kind.ATTACH, Kind.PUSH, Kind.WRITE, Kind.LOAD})
+LATER = frozenset({Kind.SAVE, Kind.STAGE})
+"""Answered when they are done, which may be after what was asked later."""
 
 
 class Form(enum.IntEnum):

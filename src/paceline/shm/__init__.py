@@ -4,7 +4,8 @@ Start with :mod:`paceline.shm.group`; how ranks find each other is in :mod:`pace
 the bytes they share in ``native/layout.h``, the proof in ``docs/protocol.md``.
 """
 
-from paceline.shm.connect import Connection, Gather, Refusal, connect
+from paceline.shm.connect import Gather, Refusal, connect
+from paceline.shm.connection import Connection
 from paceline.shm.group import ASYNC, BLOCKING, Call, SharedGroup
 from paceline.shm.pending import Pending
 

@@ -6,7 +6,9 @@ later needs no further talk with them. Must not know about collectives.
 
 from __future__ import annotations
 
+import os
 import threading
+from collections import deque
 from typing import Any
 
 import torch
@@ -29,13 +31,21 @@ class Block:
 
 
 class Arena:
-    """Hands out zeroed memory that all ranks of the host can reach."""
+    """Hands out zeroed memory that all ranks of the host can reach.
+
+    In a forked child it hands out nothing and takes nothing back: the memory is its parent's, and
+    the lock may have been held by a thread that the child does not have.
+    """
 
     def __init__(self, mapping: Mapping, heap_offset: int) -> None:
         self._mapping = mapping
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         # Sorted, never adjacent: (offset, bytes).
         self._free = [(heap_offset, mapping.size_bytes - heap_offset)]
+        # Given back, not yet free: the collector may do so at any moment, also while this very
+        # thread holds the lock.
+        self._returned: deque[tuple[int, int]] = deque()
         self._is_retired = False
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -63,7 +73,10 @@ class Arena:
         self._is_retired = True
 
     def _take(self, size_bytes: int) -> int | None:
+        if os.getpid() != self._owner:
+            return None
         with self._lock:
+            self._merge_returned()
             for index, (offset, free_bytes) in enumerate(self._free):
                 if free_bytes >= size_bytes:
                     rest = (offset + size_bytes, free_bytes - size_bytes)
@@ -72,12 +85,18 @@ class Arena:
         return None
 
     def _give_back(self, offset: int, size_bytes: int) -> None:
+        if os.getpid() != self._owner:
+            return
         self._mapping.discard(offset, size_bytes)
         if self._is_retired:
             return
-        with self._lock:
+        self._returned.append((offset, size_bytes))
+
+    def _merge_returned(self) -> None:
+        """Under the lock: make what was given back part of what is free."""
+        while self._returned:
             merged: list[tuple[int, int]] = []
-            for start, length in sorted([*self._free, (offset, size_bytes)]):
+            for start, length in sorted([*self._free, self._returned.popleft()]):
                 if merged and sum(merged[-1]) == start:
                     merged[-1] = (merged[-1][0], merged[-1][1] + length)
                 else:

@@ -7,29 +7,51 @@ be reduced, and between hosts all but sums. Called by ``torch.distributed`` only
 
 from __future__ import annotations
 
+import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME
+from paceline.errors import GroupClosedError
+from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
 from paceline.gloo_threads import settle_gloo_at_exit
-from paceline.shm.connect import Connection, Refusal, connect
-from paceline.shm.inner import gather_by_store, lane_ranks, make_gloo
+from paceline.liveness import Watch, watch_of
+from paceline.liveness.store import gather_by_store
+from paceline.liveness.watch import adopt
+from paceline.shm.connect import Refusal, connect
+from paceline.shm.connection import Connection
+from paceline.shm.cpu_backend import CpuBackend
+from paceline.shm.flight_recorder import UNRECORDED, flight_recorder
+from paceline.shm.inner import MAKING, lane_ranks, make_gloo
 from paceline.shm.lanes import CHANNELS, LaneGroup, count_lanes
+from paceline.shm.monitored_barrier import accept_groups
 from paceline.shm.operations import HostOperations, LaneOperations
+from paceline.shm.profiling import ProfiledCall
 from paceline.shm.staged import HEAP_BYTES
 from paceline.shm.work import FutureThread
+from paceline.torch_private import (
+    attach_cpu_backend,
+    gloo_group,
+    is_profiled,
+    never_compiled,
+)
 
 
+@never_compiled  # torch's own DDP calls these methods in a backward that may be compiled
 def _forward(name: str) -> Callable[..., Any]:
     """Make a method that asks shared memory first, then the inner group."""
 
     def method(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
+        if not self._owner.is_here():
+            raise self._forked_error()
         self._started += 1
+        if self._recorder is not None or is_profiled():
+            return self._run_watched(name, args, kwargs)
         if self._operations is not None:
             work = getattr(self._operations, name)(*args, **kwargs)
             if work is not None:
@@ -50,20 +72,34 @@ class PacelineGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, world: int, timeout: timedelta) -> None:
         super().__init__(rank, world)  # type: ignore[call-arg]
+        self._owner = Owner()
         self._store = store
         self._timeout = timeout
         self._started = 0
         self._name = self._text = ""
+        self._recorder = flight_recorder()
         self._futures = FutureThread()
         self._operations: HostOperations | LaneOperations | None = None
         settle_gloo_at_exit()
-        self._inner: Any = make_gloo(store, rank, world, timeout, "paceline/inner")
-        gather = gather_by_store(store, rank, world)
+        accept_groups(PacelineGroup)
+        watch = Watch(store, rank, world)
+        adopt(self, watch)
+        gather = gather_by_store(store, rank, world, watch, timeout, MAKING)
+        watch.meet(gather)
+        own_store = dist.PrefixStore("paceline/inner", store)  # type: ignore[attr-defined]
+        # Kept here too: C++ holds it, but would forget that its class is one of Python.
+        self._cpu_backend = watch.call(
+            MAKING, lambda: CpuBackend(own_store, rank, world, timeout, self)
+        )
+        self._inner: Any = gloo_group(own_store, self._cpu_backend)
+        attach_cpu_backend(self, self._cpu_backend)
+        tell_children(self)
         found = connect(rank, gather, heap_bytes=HEAP_BYTES, channels=CHANNELS)
         self.refusal = found.reason if isinstance(found, Refusal) else ""
         if isinstance(found, Connection):
             self._operations = self._make_operations(found)
-            self._finalizer = weakref.finalize(self, _leave, self._operations, found, self._futures)
+            self._status = found.status
+            self._finalizer = finalize_here(self, _leave, self._operations, found, self._futures)
         elif found.is_fault and rank == 0:
             text = f"The paceline group works over gloo, not over shared memory: {found.reason}."
             warnings.warn(text, stacklevel=2)
@@ -76,8 +112,10 @@ class PacelineGroup(dist.ProcessGroup):
         if connection.index < count_lanes(connection):
             ranks = lane_ranks(connection.hosts, connection.index)
             place, name = ranks.index(self.rank()), f"paceline/lane{connection.index}"
-            lane = make_gloo(self._store, place, len(ranks), self._timeout, name)
-        return LaneOperations(LaneGroup(connection, lane, timeout_s), self._futures)
+            make = partial(make_gloo, self._store, place, len(ranks), self._timeout, name)
+            lane = watch_of(self).call(MAKING, make)
+        group = LaneGroup(connection, lane, timeout_s, watch_of(self))
+        return LaneOperations(group, self._futures)
 
     # --- what c10d asks about a group ------------------------------------------------------------
 
@@ -93,14 +131,15 @@ class PacelineGroup(dist.ProcessGroup):
         """The store that the group was made with."""
         return self._store
 
-    # A group in Python has no backends of c10d's, which would keep the name that functional
-    # collectives and device meshes ask for.
+    # c10d asks a group in Python for its name, and keeps one in the backend for its own records.
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+        super()._set_group_name(name)  # type: ignore[arg-type]
 
     def _set_group_desc(self, text: str) -> None:
         self._text = text
+        super()._set_group_desc(text)
 
     def getGroupName(self) -> str:
         """The name under which functional collectives find the group."""
@@ -116,6 +155,11 @@ class PacelineGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         """Nothing to do: every rank counts from zero."""
 
+    @property
+    def timeout_s(self) -> float:
+        """The deadline of a collective."""
+        return self._timeout.total_seconds()
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of later collectives."""
         self._timeout = timeout
@@ -125,17 +169,52 @@ class PacelineGroup(dist.ProcessGroup):
 
     # --- life ------------------------------------------------------------------------------------
 
+    def let_go(self) -> None:
+        """In a forked child: gloo's threads are not here, and its destructor waits for them."""
+        keep_for_ever(self)
+
+    def _forked_error(self) -> GroupClosedError:
+        return GroupClosedError(
+            f"The group of rank {self.rank()} belongs to process {self._owner.pid} and was used in "
+            "a child that was forked from it. A child has no part in the group: make a new one in "
+            "it, or start workers with the 'spawn' or 'forkserver' method.",
+            rank=self.rank(),
+        )
+
     def abort(self) -> None:
         """Release every waiter, on all ranks of this host: they raise GroupAbortedError."""
+        if not self._owner.is_here():
+            raise self._forked_error()
         if self._operations is not None:
             self._operations.abort()
 
     def shutdown(self) -> None:
         """Leave the group: end threads, close descriptors. Later collectives raise."""
         if self._operations is not None:
+            if self._finalizer.alive:
+                self._status.leave(sys.exc_info()[1])
             self._finalizer()
 
     # --- collectives -----------------------------------------------------------------------------
+
+    def _run_watched(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same, and let the flight recorder or a profiler know of it."""
+        entry = self._recorder.record(self, name, args) if self._recorder is not None else None
+        if is_profiled() and name not in UNRECORDED:
+            with ProfiledCall(name, args) as profiled:
+                work = self._run(name, args, kwargs)
+            profiled.follow(work, self._futures)
+        else:
+            work = self._run(name, args, kwargs)
+        if entry is not None:
+            entry.follow(work)
+        return work
+
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        work = None
+        if self._operations is not None:
+            work = getattr(self._operations, name)(*args, **kwargs)
+        return getattr(self._inner, name)(*args, **kwargs) if work is None else work
 
     allreduce = _forward("allreduce")
     allreduce_coalesced = _forward("allreduce_coalesced")

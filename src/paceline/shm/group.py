@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from paceline.errors import CollectiveError, CollectiveTimeoutError
-from paceline.shm.connect import Connection
+from paceline.forks import Owner
+from paceline.shm.connection import Connection
 from paceline.shm.dtypes import DTYPES, describe_request, real_view
 from paceline.shm.extension import native
 from paceline.shm.pending import FORKED, Pending
-from paceline.shm.verdicts import closed_error, error_for, forked_error
+from paceline.shm.verdicts import Witness, closed_error, error_for, forked_error
 
 NOT_IN_ARENA = (1 << 64) - 1
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -53,9 +54,12 @@ class SharedGroup:
         self._connection = connection
         self._core = connection.cores[channel]
         self._in_flight: deque[Pending] = deque()
-        self._lock = threading.Lock()
+        # Reentrant, like all locks here: a signal handler may close the group at any moment.
+        self._lock = threading.RLock()
         self._is_closed = False
+        self._owner = Owner()
         self.timeout_s = timeout_s
+        self.link = f"{connection.watch.key}/{channel}"
         self.index = connection.index
         self.world = len(connection.local)
         self.arena = connection.arena
@@ -196,6 +200,8 @@ class SharedGroup:
 
     def close(self) -> None:
         """Leave the group. What is under way here raises."""
+        if not self._owner.is_here():  # a forked child has no part in it, and cannot leave it
+            return
         self._is_closed = True
         with self._lock:
             if not all(pending.is_done() for pending in self._in_flight):
@@ -279,7 +285,7 @@ class SharedGroup:
 
     def _judge(self, pending: Pending, status: int) -> CollectiveError:
         what = describe_request(pending.operation.request())
-        if status == FORKED:
+        if status == FORKED or not self._owner.is_here():
             return forked_error(self._connection.local, self.index)
         if status == native.STATUS_PENDING:
             rank = self._connection.local[self.index].rank
@@ -287,7 +293,11 @@ class SharedGroup:
             return CollectiveTimeoutError(text, rank=rank, missing=(), operation=what)
         if status in (native.STATUS_BROKEN, native.STATUS_SHUT):
             self.arena.retire()
-        return error_for(self._core, self._connection.local, self.index, pending.operation)
+        connection = self._connection
+        witness = Witness(
+            self._core, connection.local, self.index, connection.status, connection.deaths
+        )
+        return error_for(witness, pending.operation)
 
 
 class _Buffers:

@@ -21,12 +21,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeoutError
-from paceline.shm.connect import Connection
+from paceline.errors import CollectiveTimeoutError, GroupAbortedError
+from paceline.liveness import Watch
+from paceline.liveness.watch import GRACE_S, SLICE_S, Patience
+from paceline.shm.connection import Connection
 from paceline.shm.extension import native
 from paceline.shm.group import SharedGroup
 from paceline.shm.pending import Pending
 
+ACROSS = "all_reduce over hosts"
 UNFINISHED = "The sum over several hosts is not done yet. It goes on: wait for it once more."
 CLOSE_PATIENCE_S = 5.0
 """How long :meth:`LaneGroup.close` waits for a lane that waits for another host. The thread is a
@@ -46,6 +49,7 @@ class LaneReduction:
 
     tensor: torch.Tensor
     reduced: Pending
+    watch: Watch
     shared: Pending | None = None
     error: BaseException | None = None
     is_submitted: threading.Event = field(default_factory=threading.Event)
@@ -59,9 +63,19 @@ class LaneReduction:
         if not self.is_submitted.wait(timeout_s if timeout_s >= 0 else None):
             raise CollectiveTimeoutError(UNFINISHED, missing=(), operation="all_reduce")
         if self.error is not None:
-            raise self.error
+            raise self._explain(self.error)
         assert self.shared is not None
-        self.shared.wait(timeout_s)
+        try:
+            self.shared.wait(timeout_s)
+        except GroupAbortedError as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """A lane of this host may have given up because a rank of another host is gone."""
+        if not isinstance(error, GroupAbortedError):
+            return error
+        lost = self.watch.roster.first_lost()
+        return error if lost is None else self.watch.lost_error(ACROSS, lost)
 
     def is_done(self) -> bool:
         """Never blocks."""
@@ -81,11 +95,17 @@ class LaneGroup:
         connection: With two channels.
         lane: The c10d group of this rank's lane; None if it has none.
         timeout_s: For the steps inside the host; the lane has its own.
+        watch: Of the whole group.
     """
 
     def __init__(
-        self, connection: Connection, lane: dist.ProcessGroup | None, timeout_s: float
+        self,
+        connection: Connection,
+        lane: dist.ProcessGroup | None,
+        timeout_s: float,
+        watch: Watch,
     ) -> None:
+        self._watch = watch
         self._reduce = SharedGroup(connection, 0, timeout_s)
         self._share = SharedGroup(connection, 1, timeout_s)
         self._lanes = count_lanes(connection)
@@ -96,7 +116,8 @@ class LaneGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> LaneReduction:
         """Begin to sum a flat tensor of the arena over all ranks of all hosts, in place."""
-        reduction = LaneReduction(tensor, self._reduce.reduce_lanes(tensor, self._lanes))
+        reduced = self._reduce.reduce_lanes(tensor, self._lanes)
+        reduction = LaneReduction(tensor, reduced, self._watch)
         if self._thread is None:
             self._make_thread()
         self._queue.put(reduction)
@@ -129,7 +150,7 @@ class LaneGroup:
     def _run(self) -> None:
         while (reduction := self._queue.get()) is not None:
             try:
-                reduction.reduced.wait()
+                self._wait_reduced(reduction.reduced)
                 self._cross(reduction.tensor)
                 reduction.shared = self._share.share_lanes(reduction.tensor, self._lanes)
             except BaseException as error:
@@ -137,6 +158,18 @@ class LaneGroup:
                 # Peers on this host would wait for a slice that never comes.
                 self._share.abort()
             reduction.is_submitted.set()
+
+    def _wait_reduced(self, reduced: Pending) -> None:
+        """Wait for the ranks of this host: one may have raised because another host is gone."""
+        patience = Patience(self._watch, ACROSS, GRACE_S)
+        while True:
+            try:
+                reduced.wait(SLICE_S)
+                return
+            except CollectiveTimeoutError:
+                if reduced.is_done():
+                    raise
+                patience.look(None)
 
     def _cross(self, tensor: torch.Tensor) -> None:
         """Sum this rank's slice over the hosts."""
@@ -146,5 +179,6 @@ class LaneGroup:
             native.cut(tensor.numel(), self._lanes, self._reduce.index + step, tensor.itemsize)
             for step in (0, 1)
         )
+        lane = self._lane
         if begin < end:
-            self._lane.allreduce([tensor[begin:end]]).wait()
+            self._watch.run(ACROSS, lambda: lane.allreduce([tensor[begin:end]]))

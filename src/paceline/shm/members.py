@@ -6,17 +6,16 @@ Pure except for :func:`describe_self`, which asks the system. Must not open anyt
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from paceline.liveness.identity import HOST_ID_VARIABLE, host_key, hostname
 from paceline.shm.extension import missing_reason
 
-HOST_ID_VARIABLE = "PACELINE_HOST_ID"
+__all__ = ["HOST_ID_VARIABLE", "Member", "by_host", "describe_self", "host_key"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def describe_self(rank: int, arena_bytes: int) -> Member:
     return Member(
         rank=rank,
         host=host_key(),
-        hostname=os.environ.get(HOST_ID_VARIABLE) or platform.node(),
+        hostname=hostname(),
         pid=os.getpid(),
         address=f"paceline-{secrets.token_hex(16)}",
         token=secrets.token_hex(16),
@@ -83,36 +82,9 @@ def describe_self(rank: int, arena_bytes: int) -> Member:
     )
 
 
-def host_key() -> str:
-    """Name what must be equal for two processes to map each other's memory.
-
-    The same boot of the same kernel, the same user, and namespaces in which the other's socket and
-    process can be seen. ``PACELINE_HOST_ID`` stands in for the boot.
-    """
-    boot = os.environ.get(HOST_ID_VARIABLE) or _read("/proc/sys/kernel/random/boot_id")
-    if not boot:
-        boot = secrets.token_hex(16)  # nobody is on the same host as this rank
-    namespaces = (_link("/proc/self/ns/net"), _link("/proc/self/ns/pid"))
-    return "|".join((boot, str(os.geteuid()), *namespaces))
-
-
 def by_host(members: Sequence[Member]) -> list[list[Member]]:
     """Group members by host: hosts by their lowest rank, ranks in order."""
     hosts: dict[str, list[Member]] = {}
     for member in sorted(members, key=lambda member: member.rank):
         hosts.setdefault(member.host, []).append(member)
     return list(hosts.values())
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import TensorsError
-from paceline.shm.connect import Connection
+from paceline.shm.connection import Connection
 from paceline.shm.dtypes import OPS, can_reduce
 from paceline.shm.group import Call, SharedGroup
 from paceline.shm.lanes import LaneGroup

@@ -3,10 +3,15 @@
 An abstract socket has no file: nothing is left when a process dies half-way. The kernel says who is
 at the other end; another user is turned away, and so is a process without the group's token. All
 waits have a deadline.
+
+A :class:`Visit` hands its descriptors in without waiting for anybody: the kernel keeps them until
+the desk takes them. So when all ranks have said that they have, the desk waits for nobody either,
+and a side that goes away is seen at once by the other.
 """
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import socket
@@ -18,6 +23,10 @@ _CREDENTIALS = struct.Struct("3i")
 _HELLO = struct.Struct("!I")
 _FDS_PER_MESSAGE = 200  # the kernel takes 253
 _TOKEN_BYTES = 32
+
+
+class DeskGoneError(ConnectionError):
+    """Something has gone wrong at the other end, which knows more about it."""
 
 
 class Deadline:
@@ -76,15 +85,26 @@ class Desk:
             connection.settimeout(deadline.left_s())
             for start in range(0, len(descriptors), _FDS_PER_MESSAGE):
                 part = list(descriptors[start : start + _FDS_PER_MESSAGE])
-                socket.send_fds(connection, [b"."], part)
+                try:
+                    socket.send_fds(connection, [b"."], part)
+                except BrokenPipeError as error:
+                    raise DeskGoneError("a peer that was to take descriptors is gone") from error
+
+    def fileno(self) -> int:
+        """The descriptor of the socket."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Turn everybody away: who waits here is told at once."""
+        for connection in self._peers.values():
+            connection.close()
+        self._socket.close()
 
     def __enter__(self) -> Desk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection in self._peers.values():
-            connection.close()
-        self._socket.close()
+        self.close()
 
     def _hello(self, connection: socket.socket, each: int) -> tuple[int, list[int]] | None:
         """Let a peer in: the same user, the right token, the right number of descriptors."""
@@ -92,15 +112,66 @@ class Desk:
             return None
         try:
             size = _HELLO.size + _TOKEN_BYTES
-            data, descriptors, _, _ = socket.recv_fds(connection, size, each)
+            data, descriptors, flags, _ = socket.recv_fds(connection, size, each)
         except OSError:
             return None
+        if flags & socket.MSG_CTRUNC:
+            _close_all(descriptors)
+            raise OSError(errno.EMFILE, "too few descriptors are allowed (ulimit -n)")
         token = data[_HELLO.size :].decode("ascii", "replace")
         is_right = len(data) == size and hmac.compare_digest(token.encode(), self._token.encode())
         if not is_right or len(descriptors) != each:
             _close_all(descriptors)
             return None
         return _HELLO.unpack(data[: _HELLO.size])[0], list(descriptors)
+
+
+class Visit:
+    """One rank's way to a desk: hand in, then take what all have handed in."""
+
+    def __init__(
+        self, address: str, token: str, rank: int, mine: Sequence[int], deadline: Deadline
+    ) -> None:
+        """Hand in descriptors. Does not wait for the desk.
+
+        Raises:
+            OSError: If there is no desk, or no descriptor for a socket.
+        """
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _call_on(self._connection, "\0" + address, deadline)
+            if not is_same_user(self._connection):
+                raise PermissionError("another user listens at the socket of a peer")
+            hello = _HELLO.pack(rank) + token.encode()
+            socket.send_fds(self._connection, [hello], list(mine))
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, expected: int, deadline: Deadline) -> list[int]:
+        """Take everybody's descriptors.
+
+        Raises:
+            OSError: If they do not come in time, the desk goes away, or there is no room for them.
+        """
+        received: list[int] = []
+        try:
+            while len(received) < expected:
+                self._connection.settimeout(deadline.left_s())
+                data, descriptors, flags, _ = socket.recv_fds(self._connection, 1, _FDS_PER_MESSAGE)
+                received.extend(descriptors)
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "too few descriptors are allowed (ulimit -n)")
+                if not data:
+                    raise DeskGoneError("the peer that hands out descriptors has gone away")
+        except BaseException:
+            _close_all(received)
+            raise
+        return received
+
+    def close(self) -> None:
+        """Leave."""
+        self._connection.close()
 
 
 def visit(
@@ -111,23 +182,11 @@ def visit(
     Raises:
         OSError: If nobody answers in time, or the peer goes away.
     """
-    received: list[int] = []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        _call_on(connection, "\0" + address, deadline)
-        if not is_same_user(connection):
-            raise PermissionError("another user listens at the socket of a peer")
-        socket.send_fds(connection, [_HELLO.pack(rank) + token.encode()], list(mine))
-        try:
-            while len(received) < expected:
-                connection.settimeout(deadline.left_s())
-                data, descriptors, _, _ = socket.recv_fds(connection, 1, _FDS_PER_MESSAGE)
-                received.extend(descriptors)
-                if not data:
-                    raise ConnectionError("the peer that hands out descriptors has gone away")
-        except BaseException:
-            _close_all(received)
-            raise
-    return received
+    visitor = Visit(address, token, rank, mine, deadline)
+    try:
+        return visitor.take(expected, deadline)
+    finally:
+        visitor.close()
 
 
 def _call_on(connection: socket.socket, address: str, deadline: Deadline) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import mmap
 import os
+from typing import Any
+
+from paceline.shm.extension import native
 
 # <fcntl.h>; Python has these names from 3.9 on, but not everywhere.
 _F_ADD_SEALS = 1033
@@ -50,18 +52,28 @@ def check_segment(descriptor: int, size_bytes: int) -> None:
 class Mapping:
     """A segment in this process's address space; unmapped when nothing refers to it any more.
 
-    Tensors made from :meth:`view` keep it alive, so a gradient outlives its group.
+    Tensors made from :meth:`view` keep it alive, so a gradient outlives its group. A forked child
+    has private memory in its place ([Note: forks] in ``native/mapping.c``).
+
+    Args:
+        descriptor: Of the segment; the caller's to close.
+        size_bytes: Of all of it.
+        keeps_copy: What a forked child finds there: what was in it, or zeros.
     """
 
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
-        self._map = mmap.mmap(descriptor, size_bytes)
+    def __init__(self, descriptor: int, size_bytes: int, *, keeps_copy: bool = False) -> None:
+        self._map = native.Mapping(descriptor, size_bytes, keeps_copy)
         self.size_bytes = size_bytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = int(self._map.address())
 
     def view(self, offset: int, size_bytes: int) -> ctypes.Array[ctypes.c_ubyte]:
         """Return part of the memory as an object that keeps the mapping alive."""
-        return (ctypes.c_ubyte * size_bytes).from_buffer(self._map, offset)
+        if not 0 <= offset <= self.size_bytes - size_bytes:
+            raise ValueError(f"{size_bytes} bytes from {offset} on are not in the mapping")
+        memory: Any = (ctypes.c_ubyte * size_bytes).from_address(self.address + offset)
+        memory.mapping = self._map
+        return memory  # type: ignore[no-any-return]
 
     def discard(self, offset: int, size_bytes: int) -> None:
-        """Give memory back to the system; it reads as zeros afterwards."""
-        self._map.madvise(mmap.MADV_REMOVE, offset, size_bytes)
+        """Give memory back to the system; it reads as zeros afterwards. Not in a forked child."""
+        self._map.discard(offset, size_bytes)

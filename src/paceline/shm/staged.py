@@ -30,7 +30,7 @@ class Piece:
             shared.copy_(target)
         self._shared = shared
         self._target = target
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reduction = lanes.all_reduce(shared)
 
     def is_done(self) -> bool:
@@ -57,7 +57,7 @@ class StagedReduction:
         self._tensor = tensor
         self._flat: torch.Tensor | None = None if flat.data_ptr() == tensor.data_ptr() else flat
         self._pieces = pieces
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def wait(self, timeout_s: float = -1.0) -> None:
         """Block until the sum is in the tensor.

@@ -7,7 +7,9 @@ well. Must not wait for anybody.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +21,88 @@ from paceline.errors import (
     GroupClosedError,
     PeerLostError,
 )
+from paceline.liveness import Deaths
+from paceline.shm.connection import Connection
 from paceline.shm.dtypes import describe_request
 from paceline.shm.extension import native
 from paceline.shm.members import Member
+from paceline.shm.pages import Field, printable
+from paceline.shm.status import Status, first_cause, tell_end
 
 NO_LONGER = "The group cannot be used any more; make a new one."
 
 
-def error_for(core: Any, members: Sequence[Member], index: int, operation: Any) -> CollectiveError:
-    """Say why an operation failed.
+@dataclass(frozen=True)
+class Witness:
+    """What a rank knows about a channel and the ranks in it.
 
-    Args:
-        core: The native core.
+    Attributes:
+        core: The native core of the channel.
         members: The ranks of this host, in the core's order.
         index: This rank's place among them.
-        operation: The native operation.
+        status: What they say about themselves.
+        deaths: Who of them has died, in that order.
     """
+
+    core: Any
+    members: Sequence[Member]
+    index: int
+    status: Status
+    deaths: Deaths
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.members[self.index].rank
+
+
+def error_for(witness: Witness, operation: Any) -> CollectiveError:
+    """Say why a native operation failed."""
     status = operation.status()
     what = describe_request(operation.request())
-    me = members[index].rank
+    me = witness.rank
     if status == native.STATUS_MISMATCH:
-        return _mismatch(members, index, operation, what)
+        return _mismatch(witness.members, witness.index, operation, what)
     if status == native.STATUS_SHUT:
         text = f"Rank {me}: {what} was given up, because this rank destroyed the group meanwhile."
         return GroupClosedError(text, rank=me, operation=what)
-    return verdict_error(core, members, index, what)
+    return verdict_error(witness, what)
 
 
-def verdict_error(core: Any, members: Sequence[Member], index: int, what: str) -> CollectiveError:
+def verdict_error(witness: Witness, what: str) -> CollectiveError:
     """Say why the group is over, and that ``what`` cannot be done."""
+    core, members, index, me = witness.core, witness.members, witness.index, witness.rank
     end, by, about = core.verdict()
-    me = members[index].rank
     if end == native.END_LOST:
-        return _lost(core, members, me, members[about], about, what)
+        return lost_error(witness, about, what)
     if end == native.END_TIMEOUT:
         return _timed_out(core, members, me, by, about, what)
+    if end == native.END_DAMAGED:
+        return _damaged(me, what)
+    if end == native.END_MISMATCH:
+        return _deadlocked(witness, by, about, what)
     who = "this rank" if by == index else _name(members[by])
     text = (
         f"Rank {me}: {what} was given up, because the group was aborted by {who} "
         f"(abort() was called, or it was interrupted). {NO_LONGER}"
     )
     return GroupAbortedError(text, rank=members[by].rank, operation=what)
+
+
+def _deadlocked(witness: Witness, by: int, about: int, what: str) -> CollectiveMismatchError:
+    value = witness.status.pages.read(by, Field.STORY) or {}
+    story = printable(value.get("text", "")) or "ranks are in different collectives."
+    text = f"Rank {witness.rank}: {what} cannot be completed: {story} {NO_LONGER}"
+    return CollectiveMismatchError(text, rank=witness.members[about].rank, operation=what)
+
+
+def _damaged(me: int, what: str) -> CollectiveError:
+    text = (
+        f"Rank {me}: {what} was given up, because the memory that ranks of this host share holds "
+        "words that no rank writes: a program of this user, or a library in a rank, has "
+        f"overwritten them. {NO_LONGER}"
+    )
+    return CollectiveError(text, rank=me, operation=what)
 
 
 def forked_error(members: Sequence[Member], index: int) -> GroupClosedError:
@@ -82,17 +125,37 @@ def closed_error(members: Sequence[Member], index: int) -> GroupClosedError:
     )
 
 
-def _lost(
-    core: Any, members: Sequence[Member], me: int, lost: Member, index: int, what: str
-) -> PeerLostError:
-    row = core.row(index)
-    how = "has left the group" if row[4] else "has died"
+def lost_error(witness: Witness, about: int, what: str) -> PeerLostError:
+    """Say that ``what`` cannot be done without a rank that is gone, and how it came to its end.
+
+    If that rank is gone because of another one, it is the other one that is named.
+    """
+    # The kernel knows who died first; a rank that was not killed has said why it went.
+    died = next(iter(witness.deaths.look()), about)
+    index = first_cause(witness.status, witness.members, died)
+    lost, row = witness.members[index], witness.core.row(index)
+    how = tell_end(witness.status, index, row)
     text = (
-        f"Rank {me}: {what} cannot be completed, because {_name(lost)} {how}. "
-        f"{_doing(row)} Look at its log, and at the kernel's for a kill for lack of memory. "
-        f"{NO_LONGER}"
+        f"Rank {witness.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
+        f"{_doing(row)} {NO_LONGER}"
     )
     return PeerLostError(text, rank=lost.rank, host=lost.hostname, pid=lost.pid, operation=what)
+
+
+def tell_rank_end(reference: weakref.ref[Connection], rank: int) -> tuple[int, str] | None:
+    """Follow a rank of the group to the one with which it began, and say how that one ended.
+
+    None for ranks of other hosts, and after the connection is closed.
+    """
+    connection = reference()
+    if connection is None or not connection.is_open():
+        return None
+    index = next((i for i, m in enumerate(connection.local) if m.rank == rank), None)
+    if index is None:
+        return None
+    index = first_cause(connection.status, connection.local, index)
+    how = tell_end(connection.status, index, connection.cores[0].row(index))
+    return connection.local[index].rank, how
 
 
 def _timed_out(

@@ -7,6 +7,7 @@ without the interpreter lock, for one collective after the other.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from paceline.forks import Owner
 
 CLOSE_PATIENCE_S = 5.0
 
@@ -35,24 +38,29 @@ class FutureThread:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._is_closed = False
+        self._lock = threading.RLock()
+        self._owner = Owner()
 
     def submit(self, complete: Callable[[], None]) -> None:
         """Call ``complete``, which waits for a collective, on the thread.
 
         A callback of a future runs there already, and may begin a collective and wait for its
         future (PowerSGD's does): nobody else would complete it, so that it is waited for at once.
+        Nor would anybody in a forked child, where to wait raises.
         """
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread or not self._owner.is_here():
             complete()
             return
+        self._queue.put(complete)
         with self._lock:
-            if self._thread is None:
+            if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(
                     target=self._run, name="paceline-futures", daemon=True
                 )
                 self._thread.start()
-            self._queue.put(complete)
+        if self._is_closed:  # maybe by a signal handler, in the middle of the lines above
+            self._drain()
 
     def close(self) -> None:
         """Let what was submitted end, and the thread with it. Its collectives have ended before.
@@ -61,6 +69,7 @@ class FutureThread:
         for. The thread is a daemon.
         """
         with self._lock:
+            self._is_closed = True
             thread, self._thread = self._thread, None
             if thread is None:
                 return
@@ -71,6 +80,18 @@ class FutureThread:
     def _run(self) -> None:
         while (complete := self._queue.get()) is not None:
             complete()
+
+    def _drain(self) -> None:
+        """Complete what came when the thread had been told to end: its collectives are over."""
+        found: list[Callable[[], None] | None] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._queue.get_nowait())
+        if None in found:
+            self._queue.put(None)  # for the thread, which is still at something
+        for complete in found:
+            if complete is not None:
+                complete()
 
 
 class SharedWork(dist.Work):
@@ -85,7 +106,8 @@ class SharedWork(dist.Work):
         self._futures = futures
         self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self.is_recorded: threading.Event | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until done.
@@ -94,9 +116,16 @@ class SharedWork(dist.Work):
             CollectiveError: If it failed, or is not done within ``timeout``.
         """
         timeout_s = timeout.total_seconds() if timeout else -1.0
-        for pending in self._pendings:
-            pending.wait(timeout_s if timeout_s > 0 else -1.0)
+        self.wait_for_result(timeout_s if timeout_s > 0 else -1.0)
+        if self.is_recorded is not None:
+            # Whoever waits may stop the profiler next, which must not happen inside of an event.
+            self.is_recorded.wait()
         return True
+
+    def wait_for_result(self, timeout_s: float = -1.0) -> None:
+        """Block until the result is there, also if a profiler's event is still open."""
+        for pending in self._pendings:
+            pending.wait(timeout_s)
 
     def synchronize(self) -> None:
         """On a CPU, the same as :meth:`wait`."""

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.last_words import note_exception
 from paceline.testing.payload import pack, unpack_call
 
 try:
@@ -123,6 +124,7 @@ def _run(spec: RankSpec) -> Returned | Raised:
         return Returned(pack(fn(*args), "the result of fn"))
     except BaseException as error:
         # SystemExit and KeyboardInterrupt too: whatever it was, it was not a return.
+        note_exception(error)
         summary = "".join(traceback.format_exception_only(error)).strip()
         below_us = error.__traceback__ and error.__traceback__.tb_next
         return Raised(summary, "".join(traceback.format_exception(type(error), error, below_us)))

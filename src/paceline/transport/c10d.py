@@ -13,18 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.liveness import Watch, watch_of
+from paceline.transport.messages import GroupMessages
+from paceline.transport.sparse import SparseSum
+from paceline.types import Messages
+
 
 class C10dReduction:
     """One c10d ``Work``."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_watch", "_work")
 
-    def __init__(self, work: Any) -> None:
+    def __init__(self, work: Any, watch: Watch) -> None:
         self._work = work
+        self._watch = watch
 
     def wait(self) -> None:
         """Block until done; the group's own time-out is the deadline."""
-        self._work.wait()
+        self._watch.wait("all_reduce over the process group", self._work)
 
     def is_done(self) -> bool:
         """Poll the work."""
@@ -45,6 +51,8 @@ class C10dTransport:
         self.rank: int = group.rank()
         self.world: int = group.size()
         self.name = f"c10d:{dist.get_backend(group)}"
+        self.messages: Messages = GroupMessages(group)
+        self._watch = watch_of(group)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Plain memory: c10d takes any tensor."""
@@ -52,12 +60,15 @@ class C10dTransport:
 
     def start(self, flat: torch.Tensor) -> C10dReduction:
         """All-reduce (sum) in place."""
-        return C10dReduction(self._group.allreduce([flat]))
+        work = self._watch.start(
+            "all_reduce over the process group", lambda: self._group.allreduce([flat])
+        )
+        return C10dReduction(work, self._watch)
 
     def start_last(self, flat: torch.Tensor) -> C10dReduction:
         """At once: it goes on while backward ends."""
         return self.start(flat)
 
-    def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
-        """All-reduce a sparse tensor in place; gloo and NCCL gather indices and values."""
-        return C10dReduction(self._group.allreduce([gradient]))
+    def start_sparse(self, gradient: torch.Tensor) -> SparseSum:
+        """Gather the rows of all ranks, and add them up."""
+        return SparseSum(self.messages, gradient)

@@ -14,17 +14,19 @@ import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME, TransportChoice
 from paceline.errors import ConfigurationError, SharedMemoryError
+from paceline.liveness import watch_of
 from paceline.shm import Refusal, connect
+from paceline.shm.connect import Gather
 from paceline.shm.extension import DISABLE_VARIABLE
 from paceline.shm.lanes import CHANNELS
 from paceline.shm.staged import HEAP_BYTES
 from paceline.transport.c10d import C10dTransport
 from paceline.transport.exchange import gather_json
+from paceline.transport.messages import GroupMessages
 from paceline.transport.shm import ShmTransport
-from paceline.types import Reduction, Transport
+from paceline.types import Messages, Reduction, Transport
 
 SHARED_BACKENDS = ("gloo", BACKEND_NAME)
-CPU = torch.device("cpu")
 HEAP_SLACK_BYTES = HEAP_BYTES + (32 << 20)
 HEAP_COPIES = 3
 """Room for the buckets, for those of the plan before, and for gradients that somebody still holds.
@@ -51,6 +53,7 @@ class DeferredTransport:
             group, choice, device, gradient_bytes
         )
         self._chosen: Transport | None = None
+        self._plain_messages = GroupMessages(group)
 
     @property
     def name(self) -> str:
@@ -62,11 +65,21 @@ class DeferredTransport:
         """See :class:`paceline.types.Transport`."""
         return self._chosen.reason if self._chosen else ""
 
+    @property
+    def messages(self) -> Messages:
+        """Over the process group, until all ranks have chosen something better."""
+        return self._chosen.messages if self._chosen else self._plain_messages
+
     def resolve(self) -> Transport:
         """Choose now. Collective, the first time."""
         if self._chosen is None:
             self._chosen = self._choose()
         return self._chosen
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave shared memory, if it was chosen: peers that wait there are told."""
+        if isinstance(self._chosen, ShmTransport):
+            self._chosen.close(error)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See :class:`paceline.types.Transport`."""
@@ -94,14 +107,16 @@ def choose_transport(
         SharedMemoryError: On every rank, if ``transport="shm"`` cannot be had.
         ConfigurationError: On every rank, if ranks ask for different things.
     """
+    messages = GroupMessages(group)
+
+    def gather(value: Any) -> list[Any]:
+        return gather_json(messages, "construction", value, device)
+
     if group.size() > 1:
-        _check_agreement(group, choice, device)
+        watch_of(group).meet(gather)
+        _check_agreement(gather, choice, device)
     refusal = _refuse_unasked(group, choice, device)
     if refusal is None:
-
-        def gather(value: Any) -> list[Any]:
-            return gather_json(group, value, CPU)
-
         heap_bytes = HEAP_COPIES * gradient_bytes + HEAP_SLACK_BYTES
         found = connect(group.rank(), gather, heap_bytes=heap_bytes, channels=CHANNELS)
         if not isinstance(found, Refusal):
@@ -122,10 +137,8 @@ def choose_transport(
     return C10dTransport(group, refusal)
 
 
-def _check_agreement(
-    group: dist.ProcessGroup, choice: TransportChoice, device: torch.device
-) -> None:
-    answers = gather_json(group, [choice.value, device.type], device)
+def _check_agreement(gather: Gather, choice: TransportChoice, device: torch.device) -> None:
+    answers = gather([choice.value, device.type])
     for rank, answer in enumerate(answers):
         if answer != answers[0]:
             raise ConfigurationError(

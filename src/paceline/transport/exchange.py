@@ -9,15 +9,18 @@ import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from paceline.types import Messages
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 
-def gather_bytes(group: dist.ProcessGroup, payload: bytes, device: torch.device) -> list[bytes]:
+def gather_bytes(
+    messages: Messages, what: str, payload: bytes, device: torch.device
+) -> list[bytes]:
     """Give every rank the payload of every rank, in rank order."""
-    sizes = _gather(group, torch.tensor([len(payload)], dtype=torch.int64, device=device))
-    lengths = [int(size) for size in sizes]
+    mine = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    lengths = [int(size) for size in messages.gather(what, mine)]
     longest = max(lengths)
     if longest > MAX_MESSAGE_BYTES:
         raise ValueError(f"a rank announces {longest} bytes; at most {MAX_MESSAGE_BYTES} are taken")
@@ -26,34 +29,28 @@ def gather_bytes(group: dist.ProcessGroup, payload: bytes, device: torch.device)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return [
         bytes(data[:length].tolist())
-        for data, length in zip(_gather(group, padded), lengths, strict=True)
+        for data, length in zip(messages.gather(what, padded), lengths, strict=True)
     ]
 
 
-def gather_digests(group: dist.ProcessGroup, digest: bytes, device: torch.device) -> list[bytes]:
+def gather_digests(
+    messages: Messages, what: str, digest: bytes, device: torch.device
+) -> list[bytes]:
     """Like :func:`gather_bytes` for payloads of one fixed length: a single collective."""
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
-    return [bytes(data.tolist()) for data in _gather(group, mine)]
+    return [bytes(data.tolist()) for data in messages.gather(what, mine)]
 
 
-def gather_json(group: dist.ProcessGroup, value: Any, device: torch.device) -> list[Any]:
+def gather_json(messages: Messages, what: str, value: Any, device: torch.device) -> list[Any]:
     """Exchange something JSON can say."""
-    payloads = gather_bytes(group, json.dumps(value).encode(), device)
+    payloads = gather_bytes(messages, what, json.dumps(value).encode(), device)
     return [json.loads(payload) for payload in payloads]
 
 
 def broadcast_integers(
-    group: dist.ProcessGroup, values: list[int], device: torch.device
+    messages: Messages, what: str, values: list[int], device: torch.device
 ) -> list[int]:
     """Give every rank the integers of group rank 0; all ranks must send as many."""
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor], options).wait()
+    messages.broadcast(what, tensor, 0)
     return [int(value) for value in tensor.tolist()]
-
-
-def _gather(group: dist.ProcessGroup, mine: torch.Tensor) -> list[torch.Tensor]:
-    out = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([out], [mine]).wait()
-    return [tensor.cpu() for tensor in out]

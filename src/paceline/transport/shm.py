@@ -1,13 +1,14 @@
 """Reduction in shared memory: buckets lie in memory that the ranks of a host share.
 
 Called by the reducer through :class:`paceline.types.Transport`. The gradient is copied into the
-bucket, and that is the only copy: ranks sum each other's buckets in place. What cannot lie there
-(no room left, sparse gradients) still goes the right way, more slowly.
+bucket, and that is the only copy: ranks sum each other's buckets in place. What finds no room there
+still goes the right way, more slowly.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -19,15 +20,25 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
+from paceline.forks import finalize_here
+from paceline.liveness import watch_of
 from paceline.shm import Connection, SharedGroup
 from paceline.shm.dtypes import OPS
 from paceline.shm.inner import lane_ranks
 from paceline.shm.lanes import LaneGroup, count_lanes
 from paceline.shm.staged import Stage
+from paceline.shm.verdicts import tell_rank_end
 from paceline.shm.work import FutureThread
-from paceline.torch_private import group_timeout, is_profiled, record_until_done
-from paceline.transport.c10d import C10dReduction, C10dTransport
-from paceline.types import Reduction
+from paceline.torch_private import (
+    group_timeout,
+    is_profiled,
+    record_inputs,
+    record_until_done,
+)
+from paceline.transport.c10d import C10dTransport
+from paceline.transport.messages import SharedMessages
+from paceline.transport.sparse import SparseSum
+from paceline.types import Messages, Reduction
 
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
 LATE_BYTES = 1 << 20
@@ -109,7 +120,7 @@ class ShmTransport:
 
     Args:
         connection: Of all ranks of the group.
-        group: For sparse gradients, and to make the lanes from.
+        group: To make the lanes from, and for messages if there are several hosts.
             Its time-out is the deadline of a reduction.
     """
 
@@ -119,7 +130,10 @@ class ShmTransport:
         self.rank: int = group.rank()
         self.world: int = group.size()
         self._plain = C10dTransport(group)
+        self.messages: Messages = self._plain.messages
         self._arena = connection.arena
+        connection.watch.bells.subject = weakref.ref(group)
+        self._status = connection.status
         self._group: SharedGroup | None = None
         self._stage: Stage | None = None
         ranks, hosts = len(connection.members), len(connection.hosts)
@@ -127,15 +141,24 @@ class ShmTransport:
             self.name = "shm"
             self.reason = f"{ranks} ranks share the memory of one host"
             self._group = SharedGroup(connection, 0, timeout_s)
+            self.messages = SharedMessages(SharedGroup(connection, 1, timeout_s), group)
             part: SharedGroup | LaneGroup = self._group
         else:
             self.name = f"shm+{self._plain.name}"
             lanes = count_lanes(connection)
             self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
-            part = LaneGroup(connection, _make_lane(connection, group, timeout), timeout_s)
+            lane = _make_lane(connection, group, timeout)
+            part = LaneGroup(connection, lane, timeout_s, watch_of(group))
             self._stage = Stage(part)
+        # The watch lasts as long as the group, and must not keep this memory.
+        watch_of(group).tell_end = functools.partial(tell_rank_end, weakref.ref(connection))
         self._futures = FutureThread()
-        self._finalizer = weakref.finalize(self, _close, part, connection, self._futures)
+        self._finalizer = finalize_here(self, _close, part, connection, self._futures)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: peers are told at once, with the exception. What is under way raises."""
+        self._status.leave(error)
+        self._finalizer()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Shared memory as long as there is room, then plain memory."""
@@ -144,6 +167,13 @@ class ShmTransport:
 
     def start(self, flat: torch.Tensor) -> ShmReduction:
         """Sum in place."""
+        if not is_profiled():
+            return ShmReduction(self._start(flat))
+        with record_inputs("c10d::allreduce_", [flat]):
+            under_way = self._start(flat)
+            return ShmReduction(under_way, self._record(under_way))
+
+    def _start(self, flat: torch.Tensor) -> UnderWay:
         under_way: UnderWay
         if self._group is not None:
             sum_up = self._group.all_reduce if flat.is_complex() else self._group.start_all_reduce
@@ -151,7 +181,7 @@ class ShmTransport:
         else:
             assert self._stage is not None
             under_way = self._stage.start(flat)
-        return ShmReduction(under_way, self._record(under_way) if is_profiled() else None)
+        return under_way
 
     def start_last(self, flat: torch.Tensor) -> Reduction:
         """Leave a small sum to the thread that waits for it: to wake another one costs more."""
@@ -159,9 +189,9 @@ class ShmTransport:
         is_late = flat.nbytes <= LATE_BYTES and not flat.is_complex() and not is_profiled()
         return LateSum(group, flat) if group is not None and is_late else self.start(flat)
 
-    def start_sparse(self, gradient: torch.Tensor) -> C10dReduction:
-        """Sparse gradients have another size on every rank: the process group gathers them."""
-        return self._plain.start_sparse(gradient)
+    def start_sparse(self, gradient: torch.Tensor) -> SparseSum:
+        """Gather the rows of all ranks, and add them up."""
+        return SparseSum(self.messages, gradient)
 
     def _record(self, under_way: UnderWay) -> threading.Event:
         """Show the profiler how long a sum takes; the native thread cannot tell it."""
@@ -196,11 +226,13 @@ def _make_lane(
     ranks = lane_ranks(connection.hosts, connection.index)
     everybody = dist.get_process_group_ranks(group)
     members = [everybody[rank] for rank in ranks]
-    lane: dist.ProcessGroup = dist.new_group(
+    make = functools.partial(
+        dist.new_group,
         members,
         timeout=timeout,
         backend="gloo",
         use_local_synchronization=True,
         group_desc="paceline lane",
     )
+    lane: dist.ProcessGroup = watch_of(group).call("the making of lanes between hosts", make)
     return lane

@@ -16,6 +16,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     if (PyModule_AddFunctions(module, pl_plan_functions) < 0 ||
         PyModule_AddFunctions(module, pl_rows_functions) < 0 ||
         PyModule_AddFunctions(module, pl_attend_functions) < 0 ||
+        PyModule_AddFunctions(module, pl_guard_functions) < 0 ||
         pl_add_pair(module) < 0 || pl_add_attendant(module) < 0) {
         Py_DECREF(module);
         return NULL;

@@ -2,8 +2,9 @@
  *
  * Each file is one purpose with functions for Python: `plan.c` for the trainer's plan of a batch,
  * `rows.c` for the rows of a server, `pair.c` for messages in shared memory, over `ring.c`,
- * `attend.c` for a server's loop over both. `module.c` puts them together. Only the stable ABI is used. Everything here has a way around it
- * in Python, for where there is no compiler (`ps/extension.py`). */
+ * `attend.c` for a server's loop over both, `guard.c` for who may connect to it. `module.c` puts them
+ * together. Only the stable ABI is used. Everything here has a way around it in Python, for where
+ * there is no compiler (`ps/extension.py`). */
 #ifndef PACELINE_PS_NATIVE_H
 #define PACELINE_PS_NATIVE_H
 
@@ -14,6 +15,7 @@ extern PyMethodDef pl_plan_functions[];
 extern PyMethodDef pl_rows_functions[];
 
 extern PyMethodDef pl_attend_functions[];
+extern PyMethodDef pl_guard_functions[];
 
 /* Add the type `Pair`, `Attendant` to the module; -1 with an exception set. */
 int pl_add_pair(PyObject *module);

@@ -116,7 +116,8 @@ static bool read_frames(const unsigned char *record, uint64_t bytes, pl_frame *f
 }
 
 pl_ring_found pl_ring_peek(pl_ring *ring, pl_frame *frames, unsigned *count) {
-    for (;;) {
+    /* A skip leads to a record: who writes one skip after the other would keep us here for ever. */
+    for (bool has_skipped = false;;) {
         uint64_t written = atomic_load_explicit(&ring->words->written, memory_order_acquire);
         uint64_t there = written - ring->position;
         if (there == 0) {
@@ -131,8 +132,9 @@ pl_ring_found pl_ring_peek(pl_ring *ring, pl_frame *frames, unsigned *count) {
         const unsigned char *record = ring->data + offset;
         uint64_t word = read_word(record);
         uint64_t kind = word & KIND_BITS, bytes = word - kind;
-        if (kind == SKIP && bytes == left && bytes < there) {
+        if (kind == SKIP && bytes == left && bytes < there && !has_skipped) {
             ring->position += bytes;
+            has_skipped = true;
             continue;
         }
         if (bytes < HEAD_BYTES || bytes > left || bytes > there ||

@@ -6,7 +6,8 @@
  *   progress.c  the queue of operations and the thread that works it off
  *   faults.c    named points at which tests kill, stop or delay a rank
  *   module.c    what Python sees of it
- *   inbox.c     knows Python, too, and nothing of the group: the hooks of the DDP wrapper
+ *   mapping.c   knows Python, too: shared memory in this process, and in its forked children
+ *   inbox.c     likewise, and nothing of the group: the hooks of the DDP wrapper
  *   bytes.c     likewise: the wrapper's control block
  */
 #ifndef PACELINE_CORE_H
@@ -131,6 +132,7 @@ struct pl_core {
     uint64_t slot_bytes;
     int *pidfd;              /* of each peer; -1 for this rank */
     uint64_t spin_ns;        /* how long to spin before sleeping */
+    _Atomic uint32_t *bell;  /* this rank's, rung by a wait that takes long; may be NULL */
     uint32_t yields;         /* how often to yield the processor before sleeping */
     int owner_pid;
 
@@ -145,9 +147,12 @@ struct pl_core {
     pthread_cond_t changed;
     pl_operation *head, *tail;
     bool busy;               /* somebody executes */
-    bool has_thread;
+    _Atomic uint64_t executor; /* the thread that does; 0 for none */
+    bool has_thread, is_joined, has_left;
     pthread_t thread;
     _Atomic bool closing;
+
+    uint64_t caller; /* the thread that handed in the latest operation; Python's lock guards it */
 
     /* Tests only. */
     _Atomic uint32_t fault_point;
@@ -166,6 +171,8 @@ bool pl_declare(pl_core *core, enum pl_end end, uint32_t about);
 void pl_wake_all(pl_core *core);
 void pl_set_life(pl_core *core, uint32_t life);
 uint32_t pl_alive(pl_core *core, uint32_t rank);
+void pl_ring(_Atomic uint32_t *bell);
+uint32_t pl_await_bell(_Atomic uint32_t *bell, uint32_t seen, uint64_t duration_ns);
 
 /* engine.c */
 uint64_t pl_cut(uint64_t count, uint32_t parts, uint32_t index, size_t itemsize);
@@ -181,6 +188,7 @@ int pl_submit(pl_core *core, pl_operation *operation);
 int pl_run(pl_core *core, pl_operation *operation, bool (*interrupted)(void *));
 int pl_wait(pl_core *core, pl_operation *operation, uint64_t until_ns);
 void pl_close(pl_core *core);
+bool pl_is_executor(pl_core *core);
 
 /* faults.c */
 void pl_arm_fault(pl_core *core, uint32_t point, uint32_t nth, uint32_t action, uint64_t delay_ns);

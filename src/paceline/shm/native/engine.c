@@ -107,7 +107,8 @@ static bool agree(const pl_request *a, const pl_request *b) {
            a->dtype == b->dtype && a->op == b->op && a->root == b->root;
 }
 
-/* Compare what all ranks brought with what rank 0 brought: the same answer on every rank. */
+/* Compare what all ranks brought with what rank 0 brought: the same answer on every rank. Offsets
+ * are only counted here; who uses one checks it (find_copies). */
 static int check_tickets(pl_core *core, pl_operation *operation, uint32_t *in_arena) {
     uint64_t seq = operation->request.seq;
     pl_request first = read_ticket(core, 0, seq);
@@ -348,12 +349,14 @@ static int reduce_staged(pl_core *core, pl_operation *operation, uint64_t deadli
 
 /* --- in place --------------------------------------------------------------------------------- */
 
-/* Find every rank's copy; false if one does not lie in its arena. Sizes come from peers. */
+/* Find every rank's copy; false if one does not lie in its arena. Offsets come from peers, and are
+ * read once: no rank puts a tensor where its elements would not be aligned. */
 static bool find_copies(pl_core *core, const pl_operation *operation, uint8_t **copies) {
     uint64_t bytes = total_bytes(operation);
     for (uint32_t rank = 0; rank < core->world; rank++) {
         uint64_t offset = read_ticket(core, rank, operation->request.seq).offset;
-        if (offset > core->arena_bytes[rank] || bytes > core->arena_bytes[rank] - offset)
+        if (offset > core->arena_bytes[rank] || bytes > core->arena_bytes[rank] - offset ||
+            offset % pl_itemsize(operation->request.dtype) != 0)
             return false;
         copies[rank] = core->arena[rank] + offset;
     }
@@ -408,21 +411,39 @@ static void put_splits(pl_core *core, pl_operation *operation, uint64_t round, u
     memcpy(slot, operation->splits, 2 * core->world * sizeof(uint64_t));
 }
 
+/* A word of a peer's table: read once, whatever the compiler thinks. */
+static uint64_t table_word(pl_core *core, uint32_t rank, uint32_t phase, uint32_t at) {
+    const _Atomic uint64_t *table = (const _Atomic uint64_t *)(const void *)slot_of(core, rank, phase);
+    return atomic_load_explicit(table + at, memory_order_relaxed);
+}
+
+/* What `from` sends to `to`, and what that expects; what is this rank's own comes from itself. */
+static bool is_agreed(pl_core *core, pl_operation *operation, uint32_t phase, uint32_t from,
+                      uint32_t to, uint64_t *sent) {
+    uint64_t expected = to == core->rank ? operation->splits[core->world + from]
+                                         : table_word(core, to, phase, core->world + from);
+    *sent = from == core->rank ? operation->splits[to] : table_word(core, from, phase, to);
+    if (*sent == expected)
+        return true;
+    operation->differing[0] = from;
+    operation->differing[1] = to;
+    operation->expected_bytes[0] = *sent;
+    operation->expected_bytes[1] = expected;
+    return false;
+}
+
+/* See that all sizes agree; find out how long the longest stream is, and where this rank's bytes
+ * begin in each rank's stream. */
 static int check_splits(pl_core *core, pl_operation *operation, uint32_t phase, uint64_t *longest) {
     *longest = 0;
     for (uint32_t from = 0; from < core->world; from++) {
-        const uint64_t *sends = (const uint64_t *)slot_of(core, from, phase);
-        uint64_t total = 0;
+        uint64_t total = 0, sent;
         for (uint32_t to = 0; to < core->world; to++) {
-            const uint64_t *expects = (const uint64_t *)slot_of(core, to, phase) + core->world;
-            total += sends[to];
-            if (sends[to] != expects[from]) {
-                operation->differing[0] = from;
-                operation->differing[1] = to;
-                operation->expected_bytes[0] = sends[to];
-                operation->expected_bytes[1] = expects[from];
+            if (!is_agreed(core, operation, phase, from, to, &sent))
                 return PL_MISMATCH;
-            }
+            if (to == core->rank)
+                operation->splits[2 * core->world + from] = total;
+            total += sent;
         }
         if (total > *longest)
             *longest = total;
@@ -442,8 +463,7 @@ static void put_outgoing(pl_core *core, pl_operation *operation, uint64_t round,
     }
 }
 
-/* `operation->splits` holds, from here on, where this rank's bytes begin in each rank's stream:
- * see exchange(). */
+/* check_splits has noted where this rank's bytes begin in each rank's stream. */
 static int take_incoming(pl_core *core, pl_operation *operation, uint64_t round, uint32_t phase) {
     uint64_t low = round * core->slot_bytes, high = low + core->slot_bytes;
     const uint64_t *sizes = operation->splits + core->world;
@@ -465,13 +485,6 @@ static int exchange(pl_core *core, pl_operation *operation, uint64_t deadline_ns
     int status = check_splits(core, operation, phase, &longest);
     if (status != PL_OK)
         return status;
-    for (uint32_t from = 0; from < core->world; from++) {
-        const uint64_t *sends = (const uint64_t *)slot_of(core, from, phase);
-        uint64_t start = 0;
-        for (uint32_t to = 0; to < core->rank; to++)
-            start += sends[to];
-        operation->splits[2 * core->world + from] = start;
-    }
     if (longest == 0)
         return PL_OK;
     put_outgoing(core, operation, 0, slot_of(core, core->rank, phase + 1));

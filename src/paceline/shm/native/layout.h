@@ -18,10 +18,11 @@
 #define PACELINE_LAYOUT_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #define PL_MAGIC UINT64_C(0x31454e494c454341) /* "ACELINE1" in memory order */
-#define PL_LAYOUT_VERSION 1
+#define PL_LAYOUT_VERSION 3
 #define PL_LINE 64       /* what one core writes at a time: words of different writers stay apart */
 #define PL_SLOTS 4       /* [Note: slots] in engine.c */
 #define PL_MAX_WORLD 4096
@@ -76,11 +77,26 @@ enum pl_end {
     PL_END_LOST,     /* `about` died or left while others waited for it */
     PL_END_TIMEOUT,  /* `by` waited until its deadline; `about` was the first missing */
     PL_END_ABORTED,  /* `by` called abort() */
+    PL_END_MISMATCH, /* `by` waits for `about`, which waits for it elsewhere; `by`'s page says where */
+    PL_END_DAMAGED,  /* `by` found words in shared memory that no rank writes */
 };
 
 /* verdict = end | by << 8 | about << 32 */
 static inline uint64_t pl_pack_verdict(uint32_t end, uint32_t by, uint32_t about) {
     return (uint64_t)end | (uint64_t)by << 8 | (uint64_t)about << 32;
+}
+
+typedef struct {
+    uint32_t end, by, about;
+} pl_verdict;
+
+/* A verdict that no rank of this world writes is that of a damaged control block. */
+static inline pl_verdict pl_unpack_verdict(uint64_t word, uint32_t world) {
+    pl_verdict found = {(uint32_t)(word & 0xff), (uint32_t)(word >> 8 & 0xffffff),
+                        (uint32_t)(word >> 32)};
+    bool is_sound = found.end <= PL_END_DAMAGED && (found.end != PL_END_NONE || word == 0) &&
+                    found.by < world && found.about < world;
+    return is_sound ? found : (pl_verdict){PL_END_DAMAGED, 0, 0};
 }
 
 static inline uint64_t pl_control_bytes(uint32_t world) {

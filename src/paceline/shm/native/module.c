@@ -1,6 +1,6 @@
 /* What Python sees of the native core: `Core`, `Operation`, and the constants of the layout.
  *
- * With inbox.c and bytes.c, the only file here that knows Python; all use the stable ABI only, so that one
+ * With mapping.c, inbox.c and bytes.c, the only file here that knows Python; all use the stable ABI only, so that one
  * build serves every later version. It checks nothing that shm/group.py has checked: addresses are
  * taken as they come. */
 #define PY_SSIZE_T_CLEAN
@@ -55,6 +55,17 @@ static PyObject *operation_status(OperationObject *self, PyObject *unused) {
     return PyLong_FromLong(atomic_load_explicit(&self->operation->status, memory_order_acquire));
 }
 
+/* A handler that waits inside of the wait that it interrupts would wait for ever. */
+static bool refuse_in_handler(CoreObject *self) {
+    if (!pl_is_executor(self->core))
+        return false;
+    PyErr_SetString(PyExc_RuntimeError,
+                    "a signal handler waits for a collective inside of a blocking one of the same "
+                    "group, which goes on when the handler returns; set a flag in the handler and "
+                    "look at it between collectives");
+    return true;
+}
+
 /* wait(timeout_s) -> status. A negative time-out waits for ever (the operation has its own). */
 static PyObject *operation_wait(OperationObject *self, PyObject *argument) {
     double timeout_s = PyFloat_AsDouble(argument);
@@ -64,14 +75,17 @@ static PyObject *operation_wait(OperationObject *self, PyObject *argument) {
         return NULL;
     uint64_t now_ns = pl_now_ns();
     uint64_t until_ns = timeout_s < 0 ? UINT64_MAX : now_ns + (uint64_t)(timeout_s * 1e9);
-    int status;
+    int status = atomic_load(&self->operation->status);
+    if (status == PL_PENDING && refuse_in_handler(self->owner))
+        return NULL;
     do {
         uint64_t slice_ns = pl_now_ns() + SIGNAL_CHECK_NS;
         Py_BEGIN_ALLOW_THREADS;
         status = pl_wait(self->owner->core, self->operation,
                          slice_ns < until_ns ? slice_ns : until_ns);
         Py_END_ALLOW_THREADS;
-        if (status == PL_PENDING && PyErr_CheckSignals() != 0)
+        /* A signal's handler may have forked, and this be the child, in which nobody works. */
+        if (status == PL_PENDING && (PyErr_CheckSignals() != 0 || !is_usable(self->owner)))
             return NULL;
     } while (status == PL_PENDING && pl_now_ns() < until_ns);
     return PyLong_FromLong(status);
@@ -241,9 +255,10 @@ static bool read_pidfds(PyObject *list, int *pidfd, uint32_t world) {
     return true;
 }
 
+/* `header` is a copy: the segment may change while we look. */
 static bool check_header(const pl_header *header, unsigned world) {
     if (header->magic == PL_MAGIC && header->version == PL_LAYOUT_VERSION &&
-        header->world == world && header->slot_bytes >= 4096)
+        header->world == world)
         return true;
     PyErr_Format(PyExc_ValueError,
                  "the control segment has layout version %u for %u ranks; this build has "
@@ -252,27 +267,48 @@ static bool check_header(const pl_header *header, unsigned world) {
     return false;
 }
 
+/* Whether every arena has room for slots of this size, and a slot for what is put there: a line for
+ * each rank, the table of an all_to_all. */
+static bool check_slots(const pl_header *header, const uint64_t *arena_bytes, unsigned world,
+                        uint64_t stage_offset, uint64_t expected) {
+    uint64_t slot = header->slot_bytes;
+    bool is_right = slot >= 4096 && slot % PL_LINE == 0 && slot / PL_LINE >= world &&
+                    slot / (2 * sizeof(uint64_t)) >= world && (expected == 0 || slot == expected);
+    for (unsigned rank = 0; rank < world && is_right; rank++)
+        is_right = stage_offset <= arena_bytes[rank] &&
+                   slot <= (arena_bytes[rank] - stage_offset) / PL_SLOTS;
+    if (!is_right)
+        PyErr_Format(PyExc_ValueError,
+                     "the control segment has slots of %llu bytes, which do not fit the arenas",
+                     (unsigned long long)slot);
+    return is_right;
+}
+
 static int core_init(CoreObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"control", "rank",    "world",  "arenas", "pidfds",
-                            "stage_offset", "spin_ns", "yields", NULL};
-    unsigned long long control, stage_offset, spin_ns;
+    static char *names[] = {"control", "rank",   "world",      "arenas", "pidfds", "stage_offset",
+                            "spin_ns", "yields", "slot_bytes", "bell", NULL};
+    unsigned long long control, stage_offset, spin_ns, slot_bytes = 0, bell = 0; /* 0: any that fits; none */
     unsigned rank, world, yields;
     PyObject *arenas, *pidfds;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KIIOOKKI", names, &control, &rank, &world,
-                                     &arenas, &pidfds, &stage_offset, &spin_ns, &yields))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KIIOOKKI|KK", names, &control, &rank, &world,
+                                     &arenas, &pidfds, &stage_offset, &spin_ns, &yields,
+                                     &slot_bytes, &bell))
         return -1;
     pl_control *shared = (pl_control *)(uintptr_t)control;
+    pl_header header;
     if (self->core != NULL || world == 0 || world > PL_MAX_WORLD || rank >= world) {
         PyErr_SetString(PyExc_ValueError, "a core is set up once, for a rank of its world");
         return -1;
     }
-    if (!check_header(&shared->header, world))
+    memcpy(&header, &shared->header, sizeof header);
+    if (!check_header(&header, world))
         return -1;
     uint8_t **arena = calloc(world, sizeof *arena);
     uint64_t *bytes = calloc(world, sizeof *bytes);
     int *pidfd = calloc(world, sizeof *pidfd);
     if (arena != NULL && bytes != NULL && pidfd != NULL && read_arenas(arenas, arena, bytes, world) &&
-        read_pidfds(pidfds, pidfd, world))
+        read_pidfds(pidfds, pidfd, world) &&
+        check_slots(&header, bytes, world, stage_offset, slot_bytes))
         self->core = pl_core_create(shared, rank, world, arena, bytes, stage_offset, pidfd);
     if (self->core == NULL) {
         free(arena), free(bytes), free(pidfd);
@@ -280,6 +316,9 @@ static int core_init(CoreObject *self, PyObject *args, PyObject *kwargs) {
             PyErr_NoMemory();
         return -1;
     }
+    self->core->slot_bytes = header.slot_bytes; /* that was checked */
+    self->core->bell = (_Atomic uint32_t *)(uintptr_t)bell;
+    self->core->caller = (uint64_t)pthread_self();
     self->core->spin_ns = spin_ns;
     self->core->yields = yields;
     return 0;
@@ -305,6 +344,7 @@ static PyObject *core_start(CoreObject *self, PyObject *const *args, Py_ssize_t 
     pl_operation *operation = read_operation(self->core, args, count);
     if (operation == NULL)
         return NULL;
+    self->core->caller = (uint64_t)pthread_self();
     int status = pl_submit(self->core, operation);
     if (status < 0) {
         pl_operation_release(operation);
@@ -326,11 +366,12 @@ static bool is_interrupted(void *unused) {
 }
 
 static PyObject *core_run(CoreObject *self, PyObject *const *args, Py_ssize_t count) {
-    if (!is_usable(self))
+    if (!is_usable(self) || refuse_in_handler(self))
         return NULL;
     pl_operation *operation = read_operation(self->core, args, count);
     if (operation == NULL)
         return NULL;
+    self->core->caller = (uint64_t)pthread_self();
     int status;
     Py_BEGIN_ALLOW_THREADS;
     status = pl_run(self->core, operation, is_interrupted);
@@ -368,14 +409,34 @@ static PyObject *core_abort(CoreObject *self, PyObject *unused) {
     return PyBool_FromLong(pl_declare(self->core, PL_END_ABORTED, self->core->rank));
 }
 
+/* declare(END_*, about) -> whether it was the first to say how the group ends. */
+static PyObject *core_declare(CoreObject *self, PyObject *args) {
+    unsigned end, about;
+    if (!PyArg_ParseTuple(args, "II", &end, &about) || !is_usable(self))
+        return NULL;
+    if (end == PL_END_NONE || end > PL_END_DAMAGED || about >= self->core->world) {
+        PyErr_SetString(PyExc_ValueError, "no such end, or no such rank");
+        return NULL;
+    }
+    return PyBool_FromLong(pl_declare(self->core, end, about));
+}
+
+/* caller() -> the thread, as threading.get_ident() names it, that handed in the latest operation. */
+static PyObject *core_caller(CoreObject *self, PyObject *unused) {
+    (void)unused;
+    if (!is_usable(self))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(self->core->caller);
+}
+
 /* verdict() -> (end, by, about) */
 static PyObject *core_verdict(CoreObject *self, PyObject *unused) {
     (void)unused;
     if (!is_usable(self))
         return NULL;
-    uint64_t verdict = atomic_load(&self->core->control->verdict);
-    return Py_BuildValue("(III)", (unsigned)(verdict & 0xff), (unsigned)(verdict >> 8 & 0xffffff),
-                         (unsigned)(verdict >> 32));
+    uint64_t word = atomic_load(&self->core->control->verdict);
+    pl_verdict verdict = pl_unpack_verdict(word, self->core->world);
+    return Py_BuildValue("(III)", verdict.end, verdict.by, verdict.about);
 }
 
 /* row(rank) -> (life, phase, since_ns, finished, is_alive, request). What a rank that works is in
@@ -426,6 +487,9 @@ static PyMethodDef core_methods[] = {
     {"run", (PyCFunction)(void (*)(void))core_run, METH_FASTCALL,
      "Like start, but executed by the caller if nothing is queued before it."},
     {"abort", (PyCFunction)core_abort, METH_NOARGS, "End the group, for every rank."},
+    {"declare", (PyCFunction)core_declare, METH_VARARGS,
+     "declare(END_*, about) -> bool: end the group, for every rank, unless somebody has."},
+    {"caller", (PyCFunction)core_caller, METH_NOARGS, "The thread of the latest operation."},
     {"close", (PyCFunction)core_close, METH_NOARGS, "Leave the group and end the thread."},
     {"verdict", (PyCFunction)core_verdict, METH_NOARGS, "(END_*, by, about)"},
     {"row", (PyCFunction)core_row, METH_O,
@@ -505,7 +569,33 @@ static PyObject *native_scale_f32(PyObject *module, PyObject *const *args, Py_ss
     Py_RETURN_NONE;
 }
 
+static PyObject *native_ring(PyObject *module, PyObject *address) {
+    (void)module;
+    _Atomic uint32_t *bell = (_Atomic uint32_t *)(uintptr_t)PyLong_AsUnsignedLongLong(address);
+    if (PyErr_Occurred())
+        return NULL;
+    pl_ring(bell);
+    Py_RETURN_NONE;
+}
+
+static PyObject *native_await_bell(PyObject *module, PyObject *args) {
+    (void)module;
+    unsigned long long address;
+    unsigned seen, count;
+    double timeout_s;
+    if (!PyArg_ParseTuple(args, "KId", &address, &seen, &timeout_s))
+        return NULL;
+    uint64_t duration_ns = timeout_s < 0 ? UINT64_MAX : (uint64_t)(timeout_s * 1e9);
+    Py_BEGIN_ALLOW_THREADS;
+    count = pl_await_bell((_Atomic uint32_t *)(uintptr_t)address, seen, duration_ns);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromUnsignedLong(count);
+}
+
 static PyMethodDef module_methods[] = {
+    {"ring", native_ring, METH_O, "ring(address): count up a bell, and wake who waits for it"},
+    {"await_bell", native_await_bell, METH_VARARGS,
+     "await_bell(address, seen, timeout_s) -> its count, once that is not `seen`"},
     {"format", native_format, METH_VARARGS,
      "format(address, world, slot_bytes): make zeroed memory a control segment"},
     {"control_bytes", native_control_bytes, METH_O, "control_bytes(world) -> int"},
@@ -538,6 +628,8 @@ static const struct {
     {"END_LOST", PL_END_LOST},
     {"END_TIMEOUT", PL_END_TIMEOUT},
     {"END_ABORTED", PL_END_ABORTED},
+    {"END_MISMATCH", PL_END_MISMATCH},
+    {"END_DAMAGED", PL_END_DAMAGED},
     {"LIFE_IDLE", PL_LIFE_IDLE},
     {"LIFE_WORKING", PL_LIFE_WORKING},
     {"LIFE_CLOSED", PL_LIFE_CLOSED},
@@ -616,7 +708,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     Py_INCREF(forked_error);
     if (PyModule_AddObject(module, "ForkedError", forked_error) != 0 ||
         add_type(module, "Operation", &operation_spec, &operation_type) != 0 ||
-        add_type(module, "Core", &core_spec, NULL) != 0 || pl_add_inbox(module) != 0)
+        add_type(module, "Core", &core_spec, NULL) != 0 || pl_add_mapping(module) != 0 ||
+        pl_add_inbox(module) != 0)
         return NULL;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) != 0)

@@ -3,7 +3,18 @@
  *
  * Operations are executed one at a time and in the order in which they were handed in: that order
  * is what ranks have in common. A caller that finds the queue empty executes its operation itself
- * (pl_run), which saves two changes of threads. */
+ * (pl_run), which saves two changes of threads.
+ *
+ * [Note: closing]
+ * Whoever closes waits until nobody executes: afterwards the memory may go. Who executes sees
+ * `closing` when it next looks, 40 ms later at the most, so that wait ends; and the thread ends
+ * whoever executes. With one exception: a caller that executes runs signal handlers in the middle
+ * of its wait (`interrupted`), and a handler that closes would wait for the very wait that it
+ * interrupts. pl_close knows that by the thread: it marks the group as closing and returns, the
+ * execution ends with PL_SHUT when the handler returns, and pl_run does the rest. Until then
+ * nothing looks at the pidfds again, which the handler may close: a wait looks at `closing` first.
+ * All of it happens under `lock`, which nobody holds while it executes, waits for a peer or runs a
+ * handler. So no order of closings, on any threads, can wait for itself. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
@@ -73,7 +84,24 @@ static void finish(pl_core *core, pl_operation *operation, int status) {
     operation->ended_ns = pl_now_ns();
     atomic_store_explicit(&operation->status, status, memory_order_release);
     core->busy = false;
+    atomic_store_explicit(&core->executor, 0, memory_order_relaxed);
     pthread_cond_broadcast(&core->changed);
+}
+
+/* Under the lock, when nobody executes and nobody will: refuse what is queued, and tell the peers.
+ * A second time does nothing. */
+static void leave(pl_core *core) {
+    for (pl_operation *operation = core->head, *next; operation != NULL; operation = next) {
+        next = operation->next;
+        finish(core, operation, PL_SHUT);
+        pl_operation_release(operation);
+    }
+    core->head = core->tail = NULL;
+    if (core->has_left)
+        return;
+    core->has_left = true;
+    pl_set_life(core, PL_LIFE_CLOSED);
+    pl_wake_all(core);
 }
 
 static void *work(void *argument) {
@@ -89,6 +117,7 @@ static void *work(void *argument) {
         if (core->head == NULL)
             core->tail = NULL;
         core->busy = true;
+        atomic_store_explicit(&core->executor, (uint64_t)pthread_self(), memory_order_relaxed);
         core->interrupted = NULL;
         pthread_mutex_unlock(&core->lock);
         int status = pl_execute(core, operation);
@@ -144,15 +173,26 @@ int pl_run(pl_core *core, pl_operation *operation, bool (*interrupted)(void *)) 
         status = PL_SHUT;
     else if (core->head == NULL && !core->busy) {
         core->busy = true;
+        atomic_store_explicit(&core->executor, (uint64_t)pthread_self(), memory_order_relaxed);
         core->interrupted = interrupted;
         pthread_mutex_unlock(&core->lock);
         status = pl_execute(core, operation);
+        if (status == PL_SHUT && core->owner_pid != (int)getpid())
+            return PL_SHUT; /* a forked child; the lock may be held by nobody */
         pthread_mutex_lock(&core->lock);
         core->interrupted = NULL;
         finish(core, operation, status);
+        if (atomic_load(&core->closing))
+            leave(core);
     }
     pthread_mutex_unlock(&core->lock);
     return status;
+}
+
+/* Whether the calling thread executes an operation: it is in a signal handler then. No lock: a
+ * thread sees its own mark, and nobody else's looks like it. */
+bool pl_is_executor(pl_core *core) {
+    return atomic_load_explicit(&core->executor, memory_order_relaxed) == (uint64_t)pthread_self();
 }
 
 /* Wait for an operation until a moment of CLOCK_MONOTONIC; PL_PENDING if it is not done then. */
@@ -175,27 +215,35 @@ int pl_wait(pl_core *core, pl_operation *operation, uint64_t until_ns) {
     return status;
 }
 
-/* Leave the group: what is under way here ends with PL_SHUT, what is queued never begins. */
+/* Under the lock: end the thread. It needs `closing` only, whoever executes; one caller joins it,
+ * others wait for that. */
+static void end_thread(pl_core *core) {
+    if (core->has_thread && !core->is_joined) {
+        core->is_joined = true;
+        pthread_mutex_unlock(&core->lock);
+        pthread_join(core->thread, NULL);
+        pthread_mutex_lock(&core->lock);
+        core->has_thread = false;
+        pthread_cond_broadcast(&core->changed);
+    }
+    while (core->has_thread)
+        pthread_cond_wait(&core->changed, &core->lock);
+}
+
+/* Leave the group: what is under way here ends with PL_SHUT, what is queued never begins. From any
+ * thread, any number of times: [Note: closing]. */
 void pl_close(pl_core *core) {
     pthread_mutex_lock(&core->lock);
-    bool was_closing = atomic_exchange(&core->closing, true);
-    pthread_cond_broadcast(&core->changed);
-    pthread_mutex_unlock(&core->lock);
-    if (was_closing)
-        return;
-    pl_wake_all(core);
-    if (core->has_thread)
-        pthread_join(core->thread, NULL);
-    pthread_mutex_lock(&core->lock);
-    while (core->busy) /* a caller executes: it sees `closing` when it next looks */
-        pthread_cond_wait(&core->changed, &core->lock);
-    for (pl_operation *operation = core->head, *next; operation != NULL; operation = next) {
-        next = operation->next;
-        finish(core, operation, PL_SHUT);
-        pl_operation_release(operation);
+    if (!core->has_left) { /* else the shared memory may be gone */
+        atomic_store(&core->closing, true);
+        pthread_cond_broadcast(&core->changed);
+        pl_wake_all(core);
+        end_thread(core);
     }
-    core->head = core->tail = NULL;
+    if (!core->has_left && !pl_is_executor(core)) {
+        while (core->busy)
+            pthread_cond_wait(&core->changed, &core->lock);
+        leave(core);
+    }
     pthread_mutex_unlock(&core->lock);
-    pl_set_life(core, PL_LIFE_CLOSED);
-    pl_wake_all(core);
 }

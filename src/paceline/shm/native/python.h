@@ -7,6 +7,9 @@
 /* inbox.c: add the type Inbox to the module; -1 with an exception set. */
 int pl_add_inbox(PyObject *module);
 
+/* mapping.c: add the type Mapping to the module, and see to forks; -1 with an exception set. */
+int pl_add_mapping(PyObject *module);
+
 /* intake.c: once; -1 with an exception set. */
 int pl_prepare_intake(void);
 

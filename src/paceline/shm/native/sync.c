@@ -24,6 +24,8 @@
 
 #include "core.h"
 
+/* How long after its deadline a waiter believes that the last rank is just being counted. */
+#define COUNTING_NS UINT64_C(1000000000)
 /* How often a sleeper wakes to look at the deadline, the verdict and its peers. */
 #define WATCH_NS UINT64_C(40000000)
 
@@ -41,6 +43,9 @@ static inline void relax(void) {
 #endif
 }
 
+/* How long a wait takes before it rings the bell: somebody in this process may ask for the reason. */
+#define PATIENCE_NS UINT64_C(500000000)
+
 static void futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t duration_ns) {
     struct timespec limit = {(time_t)(duration_ns / 1000000000u),
                              (long)(duration_ns % 1000000000u)};
@@ -49,6 +54,24 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t duration
 
 void pl_wake_all(pl_core *core) {
     syscall(SYS_futex, &core->control->barrier.arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* A bell is counted up by anybody and waited for by one thread of its rank. The count is what
+ * tells; a ring that comes while nobody waits is seen by the next wait, by the kernel's comparison. */
+void pl_ring(_Atomic uint32_t *bell) {
+    atomic_fetch_add(bell, 1);
+    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Wait until the bell's count is not `seen`, or the time is over; UINT64_MAX: for ever. */
+uint32_t pl_await_bell(_Atomic uint32_t *bell, uint32_t seen, uint64_t duration_ns) {
+    uint64_t began_ns = pl_now_ns(), spent_ns = 0;
+    while (atomic_load(bell) == seen && spent_ns < duration_ns) {
+        uint64_t left_ns = duration_ns - spent_ns;
+        futex_wait(bell, seen, left_ns < UINT64_C(3600000000000) ? left_ns : UINT64_C(3600000000000));
+        spent_ns = pl_now_ns() - began_ns;
+    }
+    return atomic_load(bell);
 }
 
 void pl_format(pl_control *control, uint32_t world, uint64_t slot_bytes) {
@@ -180,7 +203,7 @@ static void sleep_once(pl_core *core, uint64_t duration_ns) {
 int pl_await(pl_core *core, uint64_t deadline_ns) {
     if (is_complete(core) || wait_awake(core))
         return PL_OK;
-    uint64_t watch_ns = pl_now_ns() + WATCH_NS;
+    uint64_t watch_ns = pl_now_ns() + WATCH_NS, bell_ns = watch_ns + PATIENCE_NS;
     for (;;) {
         uint64_t now_ns = pl_now_ns();
         if (is_complete(core))
@@ -190,6 +213,10 @@ int pl_await(pl_core *core, uint64_t deadline_ns) {
             return state;
         if (now_ns >= watch_ns) {
             watch_ns = now_ns + WATCH_NS;
+            if (now_ns >= bell_ns && core->bell != NULL) {
+                bell_ns = UINT64_MAX; /* once: whoever hears it goes on looking by itself */
+                pl_ring(core->bell);
+            }
             uint32_t lost = find_lost(core);
             /* It may have completed the phase before it went: [Note: who is lost]. */
             if (lost < core->world && !is_complete(core)) {
@@ -197,15 +224,23 @@ int pl_await(pl_core *core, uint64_t deadline_ns) {
                 return PL_BROKEN;
             }
             if (core->interrupted != NULL && core->interrupted(core->interrupted_argument)) {
-                pl_declare(core, PL_END_ABORTED, core->rank);
+                if (pl_state(core) == PL_OK) /* else a handler has closed the group: it has left */
+                    pl_declare(core, PL_END_ABORTED, core->rank);
                 return PL_INTERRUPTED;
             }
+            if (core->interrupted != NULL && core->owner_pid != (int)getpid())
+                return PL_SHUT; /* a signal's handler has forked: this is the child */
         }
         if (now_ns >= deadline_ns) {
             uint32_t missing = first_missing(core);
-            if (missing == core->world)
+            if (missing == core->world && now_ns - deadline_ns < COUNTING_NS) {
+                sched_yield();
                 continue; /* the last has come just now */
-            pl_declare(core, PL_END_TIMEOUT, missing);
+            }
+            if (missing == core->world) /* all are counted, and the count is wrong */
+                pl_declare(core, PL_END_DAMAGED, core->rank);
+            else
+                pl_declare(core, PL_END_TIMEOUT, missing);
             return is_complete(core) ? PL_OK : PL_BROKEN;
         }
         uint64_t until_ns = deadline_ns < watch_ns ? deadline_ns : watch_ns;

@@ -1,0 +1,10 @@
+"""Who the ranks of a group are, whether they live, and which of them died first.
+
+Below shared memory and the transports: whatever waits for a peer asks here.
+"""
+
+from paceline.liveness.deaths import Deaths
+from paceline.liveness.identity import Identity, describe_process, host_key
+from paceline.liveness.watch import Watch, watch_of
+
+__all__ = ["Deaths", "Identity", "Watch", "describe_process", "host_key", "watch_of"]

@@ -1,0 +1,303 @@
+"""An error of ours has the phrase of torch's for the same mistake: both are raised, side by side.
+
+People match on torch's texts, in tests and in the alerts on their logs. Ours say more, and are of
+a subclass of what torch raises.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel import gather as torch_gather
+from torch.nn.parallel import parallel_apply as torch_apply
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+from paceline import DistributedDataParallel as DDP
+from paceline import hooks
+from paceline.testing import run_ranks
+
+Wrap = Callable[..., Any]
+
+
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+def mixed() -> nn.Module:
+    return nn.Sequential(linear(), nn.Linear(2, 2, device="meta"))
+
+
+def delayed(wrap: Wrap) -> Any:
+    return wrap(linear(), delay_all_reduce_named_params=[])
+
+
+def hooked_twice(wrap: Wrap) -> None:
+    ddp = wrap(linear())
+    for _ in range(2):
+        ddp.register_comm_hook(None, lambda state, bucket: None)
+
+
+def annotated(wrap: Wrap) -> None:
+    def hook(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
+        raise NotImplementedError
+
+    wrap(linear()).register_comm_hook(None, hook)
+
+
+def returning(wrap: Wrap) -> None:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": int}  # type: ignore[attr-defined]
+    wrap(linear()).register_comm_hook(None, hook)
+
+
+def static_too_late(wrap: Wrap) -> None:
+    ddp = wrap(linear())
+    ddp(torch.ones(1, 2)).sum().backward()
+    ddp._set_static_graph()
+
+
+def both_groups(wrap: Wrap) -> None:
+    wrap(linear(), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0]))
+
+
+def unfinished(wrap: Wrap) -> None:
+    """torch finds it at the next forward, ours at the end of this backward."""
+    ddp = wrap(nn.ModuleDict({"a": linear(), "b": linear()}))
+    ddp.module.forward = lambda x: ddp.module["a"](x)
+    for _ in range(2):
+        ddp(torch.ones(1, 2)).sum().backward()
+
+
+class Twice(nn.Module):
+    """Runs one layer twice under reentrant checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        x = checkpoint(self.layer, x, use_reentrant=True)
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+def ready_twice(wrap: Wrap) -> None:
+    ddp = wrap(Twice(), find_unused_parameters=True)
+    ddp(torch.ones(1, 2)).sum().backward()
+
+
+def changed_graph(wrap: Wrap) -> None:
+    ddp = wrap(nn.ModuleDict({"a": linear(), "b": linear()}), static_graph=True)
+    for names in ("a", "ab", "ab"):
+        ddp.module.forward = lambda x, names=names: sum(ddp.module[n](x) for n in names)
+        ddp(torch.ones(1, 2)).sum().backward()
+
+
+# name: (the mistake, torch's phrase)
+MISTAKES: dict[str, tuple[Callable[[Wrap], Any], str]] = {
+    "frozen": (
+        lambda wrap: wrap(frozen()),
+        (
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient"
+        ),
+    ),
+    "lazy": (
+        lambda wrap: wrap(nn.LazyLinear(2)),
+        (
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        ),
+    ),
+    "devices of several types": (
+        lambda wrap: wrap(mixed()),
+        (
+            "DistributedDataParallel's input module must be on the same type of devices, but input "
+            "module parameters locate in "
+        ),
+    ),
+    "several device_ids": (
+        lambda wrap: wrap(linear(), device_ids=[0, 1]),
+        "device_ids can only be None or contain a single element",
+    ),
+    "device_ids on CPU": (
+        lambda wrap: wrap(linear(), device_ids=[0]),
+        (
+            "DistributedDataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got device_ids [0], "
+            "output_device None, and module parameters"
+        ),
+    ),
+    "output_device": (
+        lambda wrap: wrap(linear(), output_device=1),
+        "but got device_ids None, output_device 1, and module parameters",
+    ),
+    "delayed without a trigger": (
+        delayed,
+        "and param_to_hook_all_reduce need to be set at the same time",
+    ),
+    "mesh and group": (
+        both_groups,
+        "Cannot specify both process_group and device_mesh arguments",
+    ),
+    "hook is no function": (
+        lambda wrap: wrap(linear()).register_comm_hook(None, 3),
+        "Communication hook must be callable.",
+    ),
+    "hook twice": (
+        hooked_twice,
+        "register_comm_hook or register_builtin_comm_hook can only be called once",
+    ),
+    "bucket annotation": (annotated, "bucket annotation should be dist.GradBucket"),
+    "return annotation": (
+        returning,
+        "return annotation should be torch.futures.Future[torch.Tensor]",
+    ),
+    "buffer hook": (
+        lambda wrap: wrap(linear())._register_buffer_comm_hook(None, "x"),
+        "hook must be callable, got str",
+    ),
+    "SyncBatchNorm on CPU": (
+        lambda wrap: wrap(nn.Sequential(linear(), nn.SyncBatchNorm(2))),
+        "SyncBatchNorm layers only work with GPU modules",
+    ),
+    "sample rate": (
+        lambda wrap: wrap(linear())._set_ddp_runtime_logging_sample_rate(0),
+        "DDP runtime logging sample rate should be equal or greater than 1",
+    ),
+    "pickle": (
+        lambda wrap: pickle.dumps(wrap(linear(), process_group=dist.new_group([0]))),
+        "DDP Pickling/Unpickling are only supported when using DDP with the default process group",
+    ),
+    "static graph too late": (
+        static_too_late,
+        (
+            "set_static_graph() should be called before training loop starts and after "
+            "DistributedDataParallel is constructed"
+        ),
+    ),
+    "unfinished": (unfinished, "Expected to have finished reduction in the prior iteration"),
+    "ready twice": (ready_twice, "Expected to mark a variable ready only once"),
+    "graph changed": (changed_graph, "Your training graph has changed in this iteration"),
+}
+
+
+def error_of(action: Callable[[], Any]) -> tuple[list[str], str]:
+    try:
+        action()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return [], "no error"
+
+
+def raise_all() -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (error_of(lambda run=run: run(DDP)), error_of(lambda run=run: run(TorchDDP)))
+        for name, (run, _) in MISTAKES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def raised() -> dict[str, tuple[Any, Any]]:
+    return run_ranks(1, raise_all)[0]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_has_the_phrase_of_torch(name: str, raised: dict[str, tuple[Any, Any]]) -> None:
+    (ours, our_text), (theirs, their_text) = raised[name]
+    phrase = MISTAKES[name][1]
+    assert phrase in their_text, f"torch says: {their_text}"
+    assert phrase in our_text, f"ours says: {our_text}"
+    assert theirs[0] in ours, f"torch raises {theirs[0]}, ours {ours}"
+
+
+def test_different_models() -> None:
+    def on_rank() -> tuple[str, str]:
+        layers = 1 + dist.get_rank()
+        model = nn.Sequential(*(linear() for _ in range(layers)))
+        return error_of(lambda: DDP(model))[1], error_of(lambda: TorchDDP(model))[1]
+
+    for ours, theirs in run_ranks(2, on_rank):
+        for text in (ours, theirs):
+            assert "DDP expects same model across all ranks, but Rank " in text
+            assert "has inconsistent" in text
+
+
+def test_different_sizes() -> None:
+    """torch says it on the other ranks only, and rank 0 hangs: ours alone."""
+
+    def on_rank() -> str:
+        return error_of(lambda: DDP(nn.Linear(2, 2 + dist.get_rank())))[1]
+
+    for text in run_ranks(2, on_rank):
+        assert "params[0]" in text
+        assert "appears not to match sizes of the same param in process 0" in text
+
+
+def test_no_group() -> None:
+    def on_rank() -> list[tuple[list[str], str]]:
+        return [error_of(lambda wrap=wrap: wrap(linear())) for wrap in (DDP, TorchDDP)]
+
+    phrase = "Default process group has not been initialized, please make sure to call"
+    for kinds, text in run_ranks(1, on_rank, init=False)[0]:
+        assert "ValueError" in kinds
+        assert phrase in text
+
+
+def test_power_sgd_too_early() -> None:
+    for options in ({}, {"use_error_feedback": False}, {"warm_start": False}):
+        for state in (hooks.PowerSGDState, torch_power.PowerSGDState):
+            for early in (0, 1):
+                with pytest.raises(ValueError, match="Expect `start_powerSGD_iter` > 1 if"):
+                    state(None, start_powerSGD_iter=early, **options)
+    for state in (hooks.PowerSGDState, torch_power.PowerSGDState):
+        state(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
+    assert hooks.PowerSGDState(None, start_powerSGD_iter=0, compresses_first_steps=True).iter == 0
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {}["wonderful"]
+
+
+def test_data_parallel_and_its_functions() -> None:
+    x = torch.ones(1, 2)
+    for apply in (paceline.parallel_apply, torch_apply):
+        with pytest.raises(AssertionError, match="The number of modules 2 is not equal to the num"):
+            apply([linear(), linear()], [x])
+    with pytest.raises(KeyError) as caught:
+        paceline.parallel_apply([Fails(), Fails()], [x, x])
+    assert "Caught KeyError in replica 0 on device cpu." in str(caught.value)
+    assert "wonderful" in str(caught.value)
+    outputs = [{"a": x}, {"a": x, "b": x}]
+    for gather in (paceline.gather, torch_gather):
+        with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
+            gather(outputs, "cpu")
+    with pytest.raises(
+        RuntimeError, match=r"module must have its parameters and buffers on device"
+    ):
+        paceline.DataParallel(nn.Linear(2, 2, device="meta"), ["cpu", "cpu"])(x)
+
+
+def test_sync_batch_norm_of_ours() -> None:
+    norm = paceline.nn.SyncBatchNorm(2)
+    with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
+        norm(torch.ones(2))
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        norm(torch.ones(1, 2))
