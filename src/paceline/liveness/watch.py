@@ -45,6 +45,10 @@ ONE_WAY_GRACE_S = 5.0
 DEATH_WAIT_S = 1.0
 """A connection closes a little before its process has ended."""
 
+UNKNOWN_WAIT_S = 0.5
+"""The same where one rank has not said yet who it is, so that its end cannot be seen: it is meant
+if none of the others is seen to end."""
+
 LOG_AFTER_S = 10.0
 """A wait is on the log after this long, then after twice as long, and so on."""
 
@@ -237,23 +241,31 @@ class Watch:
 
     def error(self, what: str, cause: BaseException) -> CollectiveError:
         """Say why a collective failed; wait a moment for a death to be seen."""
-        until_s = time.monotonic() + DEATH_WAIT_S
-        missing: list[int] | None = []
+        began_s = time.monotonic()
+        suspects: list[int] = []
         while True:
             if not self.roster.is_complete:
-                missing = self.roster.learn_from_store()
-            left_s = until_s - time.monotonic()
+                suspects = self._suspects()
+            wait_s = UNKNOWN_WAIT_S if len(suspects) == 1 else DEATH_WAIT_S
+            left_s = began_s + wait_s - time.monotonic()
             pause_s = left_s if self.roster.is_complete else min(left_s, SLICE_S)
             lost = self.roster.first_lost(max(pause_s, 0.0))
             if lost is not None:
                 return self._settled(what, lost.rank, cause)
             if left_s <= 0:
                 break
-        if missing is None and self._keeper is not None and self._keeper != self.rank:
-            missing = [self._keeper]
-        if missing and len(missing) == 1:
-            return self._settled(what, missing[0], cause)
+        if len(suspects) == 1:
+            return self._settled(what, suspects[0], cause)
         return self._unknown(what, cause)
+
+    def _suspects(self) -> list[int]:
+        """The ranks that have not said who they are; the store's, if the store does not answer."""
+        missing = self.roster.learn_from_store()
+        if missing is not None:
+            return missing
+        if self._keeper is None or self._keeper == self.rank:
+            return []
+        return [self._keeper]
 
     def _settled(self, what: str, rank: int, cause: BaseException | None) -> PeerLostError:
         """Name a rank that is gone, or the one because of which it went."""
