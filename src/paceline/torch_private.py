@@ -445,7 +445,7 @@ def knows_sync_batch_norm(device: torch.device) -> bool:
 
 
 # The two halves of ``embedding_bag`` and ``embedding``, as autograd calls them. Parameter servers
-# pool many tables by one call, and need the backward for each (``ps/pool.py``).
+# pool many tables by one call, and need the backward for each (``ps/client/bag_pooling.py``).
 embedding_bag_forward = torch._embedding_bag
 embedding_bag_backward = torch.ops.aten._embedding_bag_backward.default
 embedding_bag_dense_backward = torch.ops.aten._embedding_bag_dense_backward.default

@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from paceline.ps.process import serve, set_up_logging
-from paceline.ps.settings import ServerSettings
+from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.server.process import serve, set_up_logging
 
 NOBODY = 65534
 DEADLINE_S = 60.0

@@ -19,11 +19,11 @@ import torch
 import zmq
 
 from paceline import ps
-from paceline.ps.gate import full_path
-from paceline.ps.room import make_room
-from paceline.ps.shortcut import open_shortcut
-from paceline.ps.wire import Head, Kind, pack_control
-from tests.ps.test_gate import small_server, until
+from paceline.ps.client.shm_link import open_shortcut
+from paceline.ps.protocol.wire import Head, Kind, pack_control
+from paceline.ps.server.descriptors import make_room
+from paceline.ps.server.listener import full_path
+from tests.ps.server.test_listener import small_server, until
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -1,9 +1,9 @@
 """Every operation of a parameter server on its files fails once, in every way.
 
-Attacked: journal, snapshots, saves and loads (the story is in ``tests/ps/disk_story.py``). Its
-operation k fails with ENOSPC, EIO or EROFS, once or from then on; is cut in half; or the process is
-killed before, in or after it; or the machine stops, and what was not synced is lost. For every k
-until the story ends by itself.
+Attacked: journal, snapshots, saves and loads (the story is in ``tests/ps/storage/disk_story.py``).
+Its operation k fails with ENOSPC, EIO or EROFS, once or from then on; is cut in half; or the
+process is killed before, in or after it; or the machine stops, and what was not synced is lost. For
+every k until the story ends by itself.
 
 Must hold: the server starts again; every acknowledged push is there once, others at most once; what
 was refused changed nothing; the client goes on and comes to the exact sums; the last save that was
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ps.disk_attack import attack
-from tests.ps.disk_story import make_save
-from tests.ps.faulty_disk import Fault, Kept
+from tests.ps.storage.disk_attack import attack
+from tests.ps.storage.disk_story import make_save
+from tests.ps.storage.faulty_disk import Fault, Kept
 
 FAULTS = [fault for fault in Fault if fault is not Fault.POWER_CUT]
 

@@ -22,15 +22,14 @@ import pytest
 import torch
 import zmq
 
+from paceline.ps.client.shm_link import open_shortcut
 from paceline.ps.extension import native
-from paceline.ps.keys import ClientKeys, make_keys, read_client_keys
-from paceline.ps.segment import KNOCK, MAGIC
-from paceline.ps.settings import ServerSettings
-from paceline.ps.shortcut import open_shortcut
-from paceline.ps.wire import Head, Kind, pack_control, unpack
+from paceline.ps.protocol.keys import ClientKeys, make_keys, read_client_keys
+from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.protocol.shm_ring import KNOCK, MAGIC
+from paceline.ps.protocol.wire import Head, Kind, pack_control, unpack
 from tests.ps.patient_client import SPEC, PatientClient
-from tests.ps.raw_client import RawClient
-from tests.ps.test_fuzz import (
+from tests.ps.protocol.test_fuzz import (
     IDS,
     TARGET,
     WINDOW,
@@ -42,7 +41,8 @@ from tests.ps.test_fuzz import (
     take_answer,
     templates,
 )
-from tests.ps.test_keys import KeyClient
+from tests.ps.protocol.test_keys import KeyClient
+from tests.ps.raw_client import RawClient
 
 OVER_ZEROMQ, OVER_RINGS, OVER_TCP = 45_000, 40_000, 15_000
 KNOCKS, TORN = 2_000, 50

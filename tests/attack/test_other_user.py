@@ -19,12 +19,12 @@ import torch
 import zmq
 
 from paceline import ConfigurationError, ServerKeyError, ServerRefusedError, ps
-from paceline.ps.keys import make_keys, read_client_keys
-from paceline.ps.segment import KNOCK, MAGIC
-from paceline.ps.settings import ServerSettings
-from paceline.ps.wire import Head, Kind, pack_control
+from paceline.ps.protocol.keys import make_keys, read_client_keys
+from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.protocol.shm_ring import KNOCK, MAGIC
+from paceline.ps.protocol.wire import Head, Kind, pack_control
 from tests.attack.second_user import NOBODY, as_other_user, careless_server, shared_directory
-from tests.ps.test_keys import KeyClient
+from tests.ps.protocol.test_keys import KeyClient
 
 pytestmark = [
     pytest.mark.usefixtures("fork_server"),

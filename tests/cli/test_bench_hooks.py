@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.cli.bench_hooks import winners
-from paceline.cli.bench_hooks_ranks import HookSample
+from paceline.cli.bench.hooks import winners
+from paceline.cli.bench.hooks_ranks import HookSample
 
 
 @pytest.mark.may_leave("descriptors")  # matplotlib keeps its fonts open

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.cli import main
-from paceline.cli.bench_hybrid import ps_servers
-from paceline.cli.bench_hybrid_model import LEARNING_RATE, dense_network, epoch, table_weight
-from paceline.cli.bench_hybrid_plan import HybridPlan, RouteName, choose_port, parse_routes
-from paceline.cli.bench_hybrid_ranks import EpochSample, TrainerResult, run_process
-from paceline.cli.bench_hybrid_report import Report, percentile
+from paceline.cli.bench.hybrid import ps_servers
+from paceline.cli.bench.hybrid_model import LEARNING_RATE, dense_network, epoch, table_weight
+from paceline.cli.bench.hybrid_plan import HybridPlan, RouteName, choose_port, parse_routes
+from paceline.cli.bench.hybrid_ranks import EpochSample, TrainerResult, run_process
+from paceline.cli.bench.hybrid_report import Report, percentile
 from paceline.errors import ConfigurationError
 from paceline.testing import run_ranks
 

@@ -18,9 +18,9 @@ import pytest
 from paceline import ps
 from paceline.cli import main
 from paceline.errors import ServerStartError
-from paceline.ps.options import parse_bytes
-from paceline.ps.settings import ServerSettings
-from paceline.ps.spec import TableSpec
+from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.protocol.table_spec import TableSpec
+from paceline.ps.server.options import parse_bytes
 from paceline.testing import warm_up
 from tests.ps.raw_client import RawClient
 
@@ -110,10 +110,10 @@ def test_serve_until_ctrl_c(tmp_path: Path) -> None:
 
 
 def start_here(settings: ServerSettings) -> None:
-    from paceline.ps.handler import Handler
-    from paceline.ps.save_place import SavePlace
-    from paceline.ps.server import Server
-    from paceline.ps.store import Store
+    from paceline.ps.server.dispatch import Handler
+    from paceline.ps.server.loop import Server
+    from paceline.ps.server.save_root import SavePlace
+    from paceline.ps.state.store import Store
 
     Server(settings, Handler(Store(1, 1), None, SavePlace(None)), None).close()
 

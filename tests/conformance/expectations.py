@@ -46,7 +46,7 @@ OVER_THE_GROUP: frozenset[str] = frozenset(
     {"test_ddp_profiling_autograd_profiler", "test_ddp_profiling_torch_profiler"}
 )
 """Run with ``transport="c10d"``: they ask the profiler for events that gloo itself records. Ours
-are called ``shm:all_reduce`` (tests/ddp/test_profiler.py)."""
+are called ``shm:all_reduce`` (tests/ddp/reduce/test_profiler.py)."""
 
 WAITS: frozenset[str] = frozenset(
     {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.ps.durable import Durable
+from paceline.ps.storage.durable import Durable
 
 
 def forsake(durable: Durable) -> None:

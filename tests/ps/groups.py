@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from paceline import ps
-from paceline.ps.group import Group, Place, kin_of
-from paceline.ps.inputs import FlatBags, flat_bags
+from paceline.ps.client.batch import FlatBags, flat_bags
+from paceline.ps.client.table_group import Group, Place, kin_of
 
 SHARDINGS = ("hash", "range", "table")
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.ps.spec import TableSpec
-from paceline.ps.wire import Frame, Kind, Message, pack_control, read_head
+from paceline.ps.protocol.table_spec import TableSpec
+from paceline.ps.protocol.wire import Frame, Kind, Message, pack_control, read_head
 from tests.ps.raw_client import RawClient, attach_frames, rows_frames
 
 SPEC = TableSpec("sums", 1000, 4)

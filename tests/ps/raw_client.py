@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import zmq
 
-from paceline.ps.spec import Shard, Sharding, TableSpec
-from paceline.ps.wire import (
+from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
+from paceline.ps.protocol.wire import (
     Dtype,
     Form,
     Frame,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from paceline.errors import ConfigurationError, PacelineError
-from paceline.ps.options import add_serve_arguments, settings_from
+from paceline.ps.server.options import add_serve_arguments, settings_from
 
 KEYS_EXAMPLE = """\
 example:
@@ -70,7 +70,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     settings = settings_from(args)
-    from paceline.ps.process import run_here
+    from paceline.ps.server.process import run_here
 
     return run_here(settings)
 
@@ -82,7 +82,7 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _keys(args: argparse.Namespace) -> int:
-    from paceline.ps.keys import make_keys
+    from paceline.ps.protocol.keys import make_keys
 
     server, client = make_keys(args.directory, args.client)
     print(f"for the server:   paceline ps serve tcp://HOST:PORT --keys {server}")

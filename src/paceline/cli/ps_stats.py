@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.errors import ServerStartError
-from paceline.ps.keys import read_client_keys
-from paceline.ps.settings import TCP
-from paceline.ps.wire import Head, Kind, WireError, pack_control, unpack
+from paceline.ps.protocol.keys import read_client_keys
+from paceline.ps.protocol.settings import TCP
+from paceline.ps.protocol.wire import Head, Kind, WireError, pack_control, unpack
 
 Stats = dict[str, Any]
 

@@ -16,7 +16,7 @@ from paceline.buckets import BucketPlan
 from paceline.observe import StepClock
 
 if TYPE_CHECKING:
-    from paceline.ddp.reducer import Reducer
+    from paceline.ddp.reduce.reducer import Reducer
 
 FIRST_SAMPLED_STEPS = 10
 _DTYPE_NAMES = {

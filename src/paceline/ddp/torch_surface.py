@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.buffers import Moment, RegisteredBufferHook
-from paceline.ddp.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
-from paceline.ddp.init_sync import BROADCAST_CHUNK_BYTES
-from paceline.ddp.peers import Peers
+from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES
+from paceline.ddp.agree.peers import Peers
+from paceline.ddp.features.buffers import Moment, RegisteredBufferHook
+from paceline.ddp.reduce.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
 from paceline.errors import ArgumentTypeError, ConfigurationError, PickleError, TooLateError
 from paceline.torch_private import (
     BufferHookLocation,
@@ -31,10 +31,10 @@ from paceline.torch_private import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.ddp.buffers import BufferSync
-    from paceline.ddp.delayed import DelayedReduction
+    from paceline.ddp.features.buffers import BufferSync
+    from paceline.ddp.features.delayed import DelayedReduction
     from paceline.ddp.logging_data import LoggingData
-    from paceline.ddp.reducer import Reducer
+    from paceline.ddp.reduce.reducer import Reducer
     from paceline.ddp.settings import Settings
     from paceline.transport import DeferredTransport
 

@@ -2,7 +2,7 @@
 
 A shell: it checks arguments, owns the parts (reducer, buffers, precision, delayed parameters),
 and runs a forward through them. Names that only torch's own code and tests call are in
-:mod:`paceline.ddp.torch_surface`. Start reading here, then :mod:`paceline.ddp.reducer`.
+:mod:`paceline.ddp.torch_surface`. Start reading here, then :mod:`paceline.ddp.reduce.reducer`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from paceline.config import (
     parse_choice,
 )
 from paceline.ddp import arguments
+from paceline.ddp.agree.attempts import tells_peers
+from paceline.ddp.agree.init_sync import broadcast_module, verify_same_model
+from paceline.ddp.agree.peers import Peers
+from paceline.ddp.agree.weights import check_weight
 from paceline.ddp.argument_types import check_types
-from paceline.ddp.attempts import tells_peers
-from paceline.ddp.buffers import BufferSync, Moment
-from paceline.ddp.census import ParameterCensus
-from paceline.ddp.comm_hook import RegisteredHook, check_hook
-from paceline.ddp.delayed import DelayedReduction
-from paceline.ddp.foreign import ForeignGuard, know_foreign_wrappers
-from paceline.ddp.init_sync import broadcast_module, verify_same_model
-from paceline.ddp.join import (
+from paceline.ddp.autograd.hooks import nodes_of, tap_nodes
+from paceline.ddp.features.buffers import BufferSync, Moment
+from paceline.ddp.features.delayed import DelayedReduction
+from paceline.ddp.features.foreign import ForeignGuard, know_foreign_wrappers
+from paceline.ddp.features.join import (
     DDPJoinHook,
     active_ranks,
     agree_on_sync,
@@ -45,23 +46,22 @@ from paceline.ddp.join import (
     find_common_rank,
     shadow_announcement,
 )
-from paceline.ddp.logging_data import LoggingData
-from paceline.ddp.nesting import (
+from paceline.ddp.features.nesting import (
     find_wrappers,
     reducers_inside,
     weight_error,
     with_weight,
     without_sync,
 )
-from paceline.ddp.overlap import run_optimizers, take_over_optimizers
-from paceline.ddp.peers import Peers
-from paceline.ddp.precision import PrecisionHome, PrecisionSwap, reduce_dtype
-from paceline.ddp.reducer import Reducer
+from paceline.ddp.features.optimizer_in_backward import run_optimizers, take_over_optimizers
+from paceline.ddp.features.precision import PrecisionHome, PrecisionSwap, reduce_dtype
+from paceline.ddp.logging_data import LoggingData
+from paceline.ddp.parameter_changes import ParameterCensus
+from paceline.ddp.parameters import find_trainables
+from paceline.ddp.reduce.comm_hook import RegisteredHook, check_hook
+from paceline.ddp.reduce.reducer import Reducer
 from paceline.ddp.settings import Settings
-from paceline.ddp.taps import nodes_of, tap_nodes
 from paceline.ddp.torch_surface import TorchSurface
-from paceline.ddp.trainables import find_trainables
-from paceline.ddp.weights import check_weight
 from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
 from paceline.freed_memory import keep_freed_memory
 from paceline.gloo_threads import settle_gloo_at_exit

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from paceline.ps.local import LocalServers, local
-from paceline.ps.optim import SGD, Adagrad, Adam, RowwiseAdagrad
+from paceline.ps.launch.local import LocalServers, local
+from paceline.ps.protocol.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 
 if TYPE_CHECKING:
-    from paceline.ps.collection import EmbeddingBagCollection
-    from paceline.ps.config import TableConfig
-    from paceline.ps.connection import Servers, connect
-    from paceline.ps.embedding import Embedding, EmbeddingBag
-    from paceline.ps.inputs import Bags
-    from paceline.ps.spec import Init, Start
+    from paceline.ps.client.batch import Bags
+    from paceline.ps.client.connection import Servers, connect
+    from paceline.ps.client.table_config import TableConfig
+    from paceline.ps.modules.collection import EmbeddingBagCollection
+    from paceline.ps.modules.embedding import Embedding, EmbeddingBag
+    from paceline.ps.protocol.table_spec import Init, Start
 
 __all__ = [
     "SGD",
@@ -37,15 +37,15 @@ __all__ = [
 # The trainer's side needs torch and zmq, which `paceline ps --help` does not. No name may be that
 # of a submodule: importing that would put the module in its place.
 _IMPORTED_ON_USE = {
-    "Bags": "inputs",
-    "Embedding": "embedding",
-    "EmbeddingBag": "embedding",
-    "EmbeddingBagCollection": "collection",
-    "Init": "spec",
-    "Servers": "connection",
-    "Start": "spec",
-    "TableConfig": "config",
-    "connect": "connection",
+    "Bags": "client.batch",
+    "Embedding": "modules.embedding",
+    "EmbeddingBag": "modules.embedding",
+    "EmbeddingBagCollection": "modules.collection",
+    "Init": "protocol.table_spec",
+    "Servers": "client.connection",
+    "Start": "protocol.table_spec",
+    "TableConfig": "client.table_config",
+    "connect": "client.connection",
 }
 
 

@@ -1,4 +1,4 @@
-/* A server's loop over shared memory, as long as it needs no Python; see ps/attendant.py.
+/* A server's loop over shared memory, as long as it needs no Python; see ps/server/native_loop.py.
  *
  * A message costs a server of small tables more in cold caches than in work: Python and torch have
  * been thrown out of them by the trainers meanwhile. So what is plain and perfect (request.c) is
@@ -25,7 +25,7 @@ enum {
     LOOK_EVERY = 16, /* busy rounds, before somebody else is looked for */
 };
 
-/* One table's share of a message that was answered, for meters; as ps/attendant.py reads it. */
+/* One table's share of a message that was answered, for meters; as ps/server/native_loop.py reads it. */
 struct tally {
     uint32_t table;
     uint32_t lines;
@@ -34,7 +34,7 @@ struct tally {
     uint32_t is_push;
 };
 
-/* Who asks, and what was applied; as ps/clients.py packs it. */
+/* Who asks, and what was applied; as ps/state/clients.py packs it. */
 struct account {
     uint64_t applied;
     char client[16];
@@ -60,7 +60,7 @@ static uint64_t now_ns(void) {
 /* --- SGD ----------------------------------------------------------------------------------------- */
 
 /* torch adds a product with one rounding or with two, as its build and the machine are. Which one
- * gives its bits here is tried out (ps/attendant.py); -std=c11 keeps the compiler from choosing. */
+ * gives its bits here is tried out (ps/server/native_loop.py); -std=c11 keeps the compiler from choosing. */
 enum sgd_way { SGD_NONE, SGD_TWO_ROUNDINGS, SGD_ONE_ROUNDING };
 
 static void sgd_two(float *row, const float *grad, size_t count, float alpha) {

@@ -1,4 +1,4 @@
-/* Closes a server's gate when descriptors run out; see [Note: the gate] in ps/gate.py.
+/* Closes a server's gate when descriptors run out; see [Note: the gate] in ps/server/listener.py.
  *
  * A thread of Python's is in here, without the interpreter's lock, while connections come: whatever
  * the server's loop computes, the name of the socket is gone before libzmq finds no descriptor. */

@@ -1,6 +1,6 @@
 /* A trainer's plan of a batch: which rows, of which server, and the lookup for each of them.
  *
- * Called by `ps/planner.py`; `Layout.find` of `ps/plan.py` says the same in numpy, and a test
+ * Called by `ps/client/message_plan.py`; `Layout.find` of `ps/client/row_plan.py` says the same in numpy, and a test
  * compares the two. All tables of a group are planned by one call. Tables that follow each other
  * with the same ids (the same memory) are sorted once.
  *
@@ -15,7 +15,7 @@
 enum { BY_TABLE = 0, BY_HASH = 1, BY_RANGE = 2 };
 enum { RECORD_BYTES = 32, RECORD_IDS = 8, RECORD_LR = 24 }; /* size and fields, see wire.py */
 
-/* As `Layout.packed` of ps/plan.py; followed by rows[tables], homes[tables]. */
+/* As `Layout.packed` of ps/client/row_plan.py; followed by rows[tables], homes[tables]. */
 typedef struct {
     int64_t tables, servers, sharding;
     int64_t numbers[];
@@ -73,7 +73,7 @@ static void find_distinct(Source *source, const Entry *entries) {
     source->distinct = distinct;
 }
 
-/* The same as `owners` of ps/sharding.py. */
+/* The same as `owners` of ps/protocol/sharding.py. */
 static void find_owners(const Plan *plan, Source *source) {
     uint64_t servers = (uint64_t)plan->layout->servers, passed = 0;
     memset(source->shares, 0, sizeof(int64_t) * servers);

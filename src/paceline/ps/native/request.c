@@ -1,9 +1,9 @@
 /* Reads and checks a LOOKUP or PUSH; see rows.h.
  *
- * Only for messages that are plain and perfect. All others are Python's (ps/wire.py,
- * ps/sections.py), which does them from their beginning and words the refusal if there is one: so
+ * Only for messages that are plain and perfect. All others are Python's (ps/protocol/wire.py,
+ * ps/state/validate.py), which does them from their beginning and words the refusal if there is one: so
  * nothing here has a text, and nothing is accepted here that Python would refuse
- * (tests/ps/test_quick.py compares them).
+ * (tests/ps/state/test_small_messages.py compares them).
  *
  * What is plain: sections of ROWS whose rows all have a slot, in tables without max_norm, and with
  * no gradient for a padding row. Nothing in a message is believed: counts are compared with the
@@ -19,7 +19,7 @@
 
 _Static_assert(sizeof(struct pl_head) == 48, "as on the wire");
 _Static_assert(sizeof(struct pl_record) == 32, "as on the wire");
-_Static_assert(sizeof(struct pl_entry) == 112, "as ps/entry.py packs it");
+_Static_assert(sizeof(struct pl_entry) == 112, "as ps/state/native_table.py packs it");
 
 struct pl_entry *pl_entry_of(PyObject *entries, uint64_t number) {
     if (number >= (uint64_t)PyList_Size(entries)) {

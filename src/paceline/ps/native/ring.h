@@ -26,7 +26,7 @@
  *
  * Who may lie. Counts, sizes and kinds are read once, into private memory, and checked against the
  * ring before they are used; data are copied before they are looked at. What does not fit is
- * PL_RING_TORN, for good. The memory cannot shrink, because the memfd is sealed (ps/segment.py). */
+ * PL_RING_TORN, for good. The memory cannot shrink, because the memfd is sealed (ps/protocol/shm_ring.py). */
 #ifndef PACELINE_PS_RING_H
 #define PACELINE_PS_RING_H
 

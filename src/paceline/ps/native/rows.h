@@ -1,10 +1,10 @@
 /* What the files for a server's rows share: a table's entry, a message, and what it asks for.
  *
- * `request.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/quick.py),
- * `attend.c` answers without Python (ps/attendant.py).
+ * `request.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/state/small_messages.py),
+ * `attend.c` answers without Python (ps/server/native_loop.py).
  *
  * [Note: addresses]
- * An *entry* is a bytearray that a Table owns (ps/entry.py). Its addresses are written where the
+ * An *entry* is a bytearray that a Table owns (ps/state/native_table.py). Its addresses are written where the
  * table gets or drops its storage, and nowhere else; without storage, the map is 0. The memory
  * behind them is mapped once for the life of the storage, and never moves. Each call reads them
  * from the entries and keeps none: between the calls for one PUSH there are slots only, and a slot
@@ -22,7 +22,7 @@
 
 enum pl_kind { PL_LOOKUP = 3, PL_PUSH = 4, PL_DONE = 65, PL_FOUND = 66 };
 
-/* As ps/wire.py packs them; the machine has to be little endian. */
+/* As ps/protocol/wire.py packs them; the machine has to be little endian. */
 struct pl_head {
     char magic[4];
     uint16_t version;
@@ -46,7 +46,7 @@ struct pl_record {
     double lr;
 };
 
-/* As ps/entry.py packs it. */
+/* As ps/state/native_table.py packs it. */
 struct pl_column {
     uint64_t address;
     uint64_t bytes; /* of one slot */

@@ -1,4 +1,4 @@
-/* Bytes as float32 numbers, and back: for the control block of the DDP wrapper (ddp/tail.py). */
+/* Bytes as float32 numbers, and back: for the control block of the DDP wrapper (ddp/agree/byte_sum.py). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -1,4 +1,4 @@
-/* The inbox of a reducer, and the hooks that fill it: paceline.ddp.taps says what they are for, and
+/* The inbox of a reducer, and the hooks that fill it: paceline.ddp.autograd.hooks says what they are for, and
  * has the same in Python for installations without this extension.
  *
  * Here because autograd calls a hook for every gradient: a call of an object in C costs a fraction

@@ -1,0 +1,179 @@
+"""``paceline bench hybrid``: trainers with a dense network, servers with embedding tables.
+
+The options, the start of the processes, and what is printed and written at the end. What the
+processes do is in :mod:`paceline.cli.bench.hybrid_ranks`, which brings torch with it and is
+imported late; numbers become tables in :mod:`paceline.cli.bench.hybrid_report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from paceline.cli.bench.hybrid_plan import HybridPlan, RouteName, choose_port, parse_routes
+from paceline.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from paceline.cli.bench.hybrid_ranks import TrainerResult
+
+TIMEOUT_S = 3600.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EXAMPLE = """\
+example:
+  paceline bench hybrid --trainers 2 --servers 2 --json hybrid.json --plot hybrid.png
+  paceline bench hybrid --route rpc-torch,rpc-paceline --trainers 8 --servers 8 --cycles 10
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLE
+    routes = ", ".join(route.value for route in RouteName)
+    parser.add_argument(
+        "--route",
+        action="append",
+        default=[],
+        metavar="A,B",
+        help=f"which routes: {routes}; may be repeated; default: all, in turn in every cycle",
+    )
+    _add_number(parser, "--trainers", 2, "processes with the dense network")
+    _add_number(parser, "--servers", 2, "processes that hold the tables")
+    _add_number(parser, "--embeddings", 300, "rows of each table")
+    _add_number(parser, "--dim", 64, "width of each table; 512/dim tables are made")
+    _add_number(parser, "--warmup-cycles", 3, "cycles that are not counted")
+    _add_number(parser, "--cycles", 20, "cycles that are: an epoch of every route in each")
+    _add_number(parser, "--launches", 2, "how often to start all processes anew and repeat that")
+    _add_number(parser, "--seed", 0, "of weights and data")
+    parser.add_argument(
+        "--master-addr",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="an address of this machine at which the processes meet (default: 127.0.0.1)",
+    )
+    _add_number(parser, "--master-port", 0, "the port there; 0: a free one")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it (needs matplotlib)")
+
+
+def _add_number(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
+    help_text = f"{text} (default: {default})"
+    parser.add_argument(name, type=int, default=default, metavar="N", help=help_text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure on this machine and print what came out; 1 if a process failed."""
+    from paceline.testing import RanksFailedError
+
+    console = Console()
+    try:
+        plan = _plan(args)
+        results = _measure(plan)
+    except ConfigurationError as error:
+        print(f"paceline bench hybrid: {error}", file=sys.stderr)
+        return 2
+    except RanksFailedError as error:
+        print(f"paceline bench hybrid: {error}", file=sys.stderr)
+        return 1
+    finally:
+        Console(stderr=True).show_cursor(True)  # trainer 0 hides it, and may have been killed
+    _show(console, args, plan, results)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> HybridPlan:
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            '--plot needs matplotlib: pip install "paceline[bench]", or leave --plot out'
+        )
+    plan = HybridPlan(
+        routes=parse_routes(args.route),
+        trainers=args.trainers,
+        servers=args.servers,
+        embeddings=args.embeddings,
+        dim=args.dim,
+        warmup_cycles=args.warmup_cycles,
+        cycles=args.cycles,
+        launches=args.launches,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        seed=args.seed,
+    )
+    plan.check()
+    if RouteName.PS in plan.routes and importlib.util.find_spec("zmq") is None:
+        raise ConfigurationError(
+            '--route ps needs pyzmq: pip install "paceline[ps]", or --route rpc-torch,rpc-paceline'
+        )
+    return plan.at_port(choose_port(plan.master_addr, plan.master_port))
+
+
+def _measure(plan: HybridPlan) -> list[TrainerResult]:
+    """Run every company in turn, as often as there are launches."""
+    from paceline.cli.bench.hybrid_ranks import joined
+
+    found: list[list[TrainerResult]] = []
+    for launch in range(plan.launches):
+        companies = plan.companies
+        for company in companies[launch % len(companies) :] + companies[: launch % len(companies)]:
+            port = choose_port(plan.master_addr, 0) if found else plan.master_port
+            found.append(_run_company(company.at_port(port)))
+    return joined(found)
+
+
+def _run_company(plan: HybridPlan) -> list[TrainerResult]:
+    from paceline.cli.bench.hybrid_ranks import run_process
+    from paceline.testing import run_ranks
+
+    environment = {}
+    if plan.master_addr in LOOPBACK:
+        # Else both look up the machine's own name, which not every machine can.
+        environment = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    with ps_servers(plan) as addresses:
+        found = run_ranks(
+            plan.world,
+            run_process,
+            plan.with_ps(addresses),
+            timeout_s=TIMEOUT_S,
+            init=False,
+            threads=1,
+            env=environment,
+        )
+    return [result for result in found if result is not None]
+
+
+@contextlib.contextmanager
+def ps_servers(plan: HybridPlan) -> Iterator[Sequence[str]]:
+    """Run as many parameter servers as the other routes have, if there is a route for them."""
+    if RouteName.PS not in plan.routes:
+        yield ()
+        return
+    from paceline import ps
+
+    with ps.local(plan.servers) as servers:
+        yield servers.addresses
+
+
+def _show(
+    console: Console, args: argparse.Namespace, plan: HybridPlan, results: list[TrainerResult]
+) -> None:
+    from paceline.cli.bench.hybrid_report import Report, draw, write_json
+
+    report = Report(plan, results)
+    console.print(report.facts())
+    for table in report.tables():
+        console.print(table)
+    for sentence in report.ratios():
+        console.print(sentence)
+    if args.json is not None:
+        write_json(args.json, report)
+        console.print(f"numbers: {args.json}")
+    if args.plot is not None:
+        draw(args.plot, report)
+        console.print(f"plot: {args.plot}")

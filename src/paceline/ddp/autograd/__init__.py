@@ -1,0 +1,1 @@
+"""Where the wrapper listens to autograd and to optimizers."""

@@ -1,0 +1,1 @@
+"""From a gradient that is ready to a bucket that is reduced."""

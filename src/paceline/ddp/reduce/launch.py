@@ -1,0 +1,248 @@
+"""Starts the reductions of a step in plan order, waits for them, and reads the control block.
+
+Between :meth:`Flight.start` and :meth:`Flight.land` nothing blocks. Knows the transport and the
+hook; must not know how buckets are filled or what becomes of the results.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.buckets import Bucket
+from paceline.config import NonFinite, ReducePolicy
+from paceline.ddp.agree.control import ControlBlock, ControlRow, Flag
+from paceline.ddp.agree.patience import Patience
+from paceline.ddp.agree.reports import FailureKind
+from paceline.ddp.reduce.bucket_set import BucketSet
+from paceline.ddp.reduce.comm_hook import RegisteredHook, check_future, hook_result
+from paceline.ddp.reduce.sparse import start_sparse
+from paceline.ddp.reduce.step import Step
+from paceline.ddp.reduce.usage import UsageMap
+from paceline.errors import CollectiveError, PeerLostError
+from paceline.observe import StepClock
+from paceline.types import Reduction, Transport
+
+_PRESENT: int = Flag.PRESENT.value
+
+
+class Flight:
+    """The buckets of one plan on their way."""
+
+    def __init__(
+        self,
+        buckets: BucketSet,
+        transport: Transport,
+        policy: ReducePolicy,
+        usage: UsageMap,
+        clock: StepClock,
+        patience: Patience,
+    ) -> None:
+        self.buckets = buckets.buckets
+        self._layout = buckets.layout
+        self._transport = transport
+        self._policy = policy
+        self._usage = usage
+        self._clock = clock
+        self._device = buckets.plan.buckets[0].device
+        self._lone_control: torch.Tensor | None = None
+        self._control_reduction: Reduction | None = None
+        self.hook: RegisteredHook | None = None
+        self.sparse_rows: dict[str, torch.Tensor] = {}
+        self.post_futures: list[torch.futures.Future[Any]] = []
+        self._patience = patience
+        self.started = 0
+
+    def take_over(self, other: Flight) -> None:
+        """Go on for another plan with the same hook, rows and futures."""
+        self.hook = other.hook
+        self.sparse_rows = other.sparse_rows
+        self.post_futures = other.post_futures
+
+    def close(self) -> None:
+        """Let go of everything that is in flight or done."""
+        self.post_futures = []
+        self._control_reduction = None
+        for bucket in self.buckets:
+            bucket.reduction = bucket.future = None
+
+    def open(self) -> None:
+        """Begin a step with no bucket started."""
+        self.started = 0
+        self._patience.begin()
+        self._control_reduction = None
+        for bucket in self.buckets:
+            bucket.reduction = bucket.future = None
+
+    def next_bucket(self) -> Bucket | None:
+        """Return the bucket whose turn it is to start, if one is left."""
+        return self.buckets[self.started] if self.started < len(self.buckets) else None
+
+    def start_full(self, step: Step) -> None:
+        """Start every bucket whose turn it is and which is full."""
+        while (bucket := self.next_bucket()) is not None and bucket.pending == 0:
+            self.started += 1
+            self.start(step, bucket)
+
+    def start(self, step: Step, bucket: Bucket) -> None:
+        """Start one bucket, with the control block if it is the last."""
+        self._clock.began[bucket.index] = time.perf_counter_ns()
+        is_last = bucket.index == len(self.buckets) - 1
+        skipped = self.is_skipped(bucket)
+        if self.hook is not None:
+            if not skipped:
+                self._start_hook(self.hook, step, bucket, is_last)
+            return
+        rides = is_last and not bucket.sparse and not skipped
+        if rides:
+            assert bucket.tail is not None
+            self._write_control(step, bucket.tail)
+        if not skipped:
+            self._reduce(step, bucket)
+        if is_last and not rides:
+            self._start_lone_control(step)
+
+    def is_skipped(self, bucket: Bucket) -> bool:
+        """With ``skip_all_reduce_unused_params``: nothing in this bucket is used, on any rank."""
+        return self._policy.skip_unused and bucket.is_unused
+
+    def _reduce(self, step: Step, bucket: Bucket) -> None:
+        is_last = bucket is self.buckets[-1]
+        try:
+            if bucket.sparse:
+                rows = self.sparse_rows.get(bucket.slots[0].spec.name)
+                bucket.reduction = start_sparse(bucket, self._transport, rows)
+            else:
+                assert bucket.flat is not None
+                start = self._transport.start_last if is_last else self._transport.start
+                bucket.reduction = start(bucket.flat)
+        except RuntimeError as error:
+            raise self._error(step, f"all_reduce of bucket {bucket.index}", error) from error
+        if not is_last:
+            # The last one is waited for anyway, and a callback would take the GIL from that wait.
+            bucket.reduction.on_done(_stamp(self._clock.ended, bucket.index))
+
+    def _start_hook(self, hook: RegisteredHook, step: Step, bucket: Bucket, is_last: bool) -> None:
+        started = hook.collectives_started()
+        try:
+            future = hook.run(bucket, is_last=is_last)
+        except Exception as error:
+            step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
+            step.is_cut_off |= hook.collectives_started() == started
+            return
+        try:
+            bucket.future = check_future(future, hook.name)
+        except TypeError as error:
+            step.fail(FailureKind.HOOK, bucket.slots, str(error))
+
+    # --- the control block ---------------------------------------------------------------------
+
+    def _write_control(self, step: Step, tail: torch.Tensor) -> None:
+        if step.joined:
+            tail.zero_()
+            return
+        flags = _PRESENT
+        if step.weight is not None:
+            flags |= Flag.WEIGHTED.value
+        if step.failure is not None:
+            is_nonfinite = step.failure.kind is FailureKind.NONFINITE
+            skips = is_nonfinite and self._policy.nonfinite is NonFinite.SKIP
+            flags |= (Flag.NONFINITE if skips else Flag.FAILED).value
+        origin = self._clock.step_ended or self._clock.backward_began
+        ready = tuple((stamp - origin) // 1000 for stamp in self._clock.ready)
+        row = ControlRow(flags, step.number, step.weight or 0.0, ready, step.drift)
+        used = self._usage.flags if self._policy.tracks_unused else b""
+        self._layout.write(tail, self._transport.rank, row, used)
+
+    def _start_lone_control(self, step: Step) -> None:
+        """Send the control block by itself, where no bucket can carry it."""
+        if self._lone_control is None:
+            self._lone_control = self._transport.allocate(
+                self._layout.numel, torch.float32, self._device
+            )
+        self._write_control(step, self._lone_control)
+        self._control_reduction = self._transport.start(self._lone_control)
+
+    def _read_control(self, step: Step) -> ControlBlock:
+        if self.hook is not None:
+            # Only now: a hook may start further collectives from its callbacks, at any time.
+            self._start_lone_control(step)
+        if self._control_reduction is not None:
+            self._control_reduction.wait()
+            assert self._lone_control is not None
+            return self._layout.read(self._lone_control)
+        tail = self.buckets[-1].tail
+        assert tail is not None
+        return self._layout.read(tail)
+
+    # --- landing -------------------------------------------------------------------------------
+
+    def land(self, step: Step) -> ControlBlock:
+        """Wait for every bucket and for the control block.
+
+        Raises:
+            CollectiveError: If the group fails.
+        """
+        operation = ""
+        try:
+            for bucket in self.buckets:
+                operation = f"all_reduce of bucket {bucket.index}"
+                self.wait(step, bucket)
+            operation = "exchange of control blocks"
+            block = self._read_control(step)
+            operation = "a future of the buffer hook"
+            for future in self.post_futures:
+                self._patience.wait(future, operation)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._error(step, operation, error) from error
+        return block
+
+    def wait(self, step: Step, bucket: Bucket) -> None:
+        """Wait for one bucket; its gradients hold the result then."""
+        future, bucket.future = bucket.future, None
+        if future is None:
+            if bucket.reduction is not None:
+                bucket.reduction.wait()
+            self._stamp_end(bucket)
+            return
+        assert self.hook is not None
+        try:
+            what = f"the future of hook {self.hook.name} for bucket {bucket.index}"
+            self._patience.wait(future, what)
+            bucket.accept(hook_result(future, bucket, self.hook.name))
+        except PeerLostError:
+            raise
+        except Exception as error:
+            step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
+        self._stamp_end(bucket)
+
+    def is_landed(self, bucket: Bucket) -> bool:
+        """Say whether :meth:`wait` would return at once."""
+        if bucket.future is not None:
+            return bool(bucket.future.done())
+        return bucket.reduction is not None and bucket.reduction.is_done()
+
+    def _stamp_end(self, bucket: Bucket) -> None:
+        if not self._clock.ended[bucket.index]:
+            self._clock.ended[bucket.index] = time.perf_counter_ns()
+
+    def _error(self, step: Step, operation: str, cause: BaseException) -> CollectiveError:
+        rank = self._transport.rank
+        if isinstance(cause, CollectiveError):  # knows already what happened
+            return cause.inside(f"{operation} in step {step.number}")
+        return CollectiveError(
+            f"Rank {rank}: {operation} over {self._transport.name} failed in step {step.number}: "
+            f"{cause}\nA peer has probably died, or is in another collective. Look at the logs of "
+            "the other ranks; the group cannot be used further.",
+            operation=operation,
+        )
+
+
+def _stamp(stamps: list[int], index: int) -> Callable[[int], None]:
+    def stamp(done_ns: int) -> None:
+        stamps[index] = done_ns
+
+    return stamp

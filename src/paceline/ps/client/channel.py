@@ -1,0 +1,345 @@
+"""One server, from the trainer's side: a DEALER socket, deadlines, and errors that name it.
+
+Called by ``ps/client/connection.py`` and ``ps/client/batch_exchange.py``. What is sent again and
+what is believed is decided by ``ps/client/ledger.py``; how a message travels is in
+``ps/client/link.py``. Must not know what a message means.
+
+There is no thread of ours: ZeroMQ's own one receives, and replies wait in its queue until somebody
+waits for one. A lock makes a channel usable from several threads (autograd may run a backward on
+another one); it is given back at least every ``_SLICE_MS``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import (
+    ServerError,
+    ServerKeyError,
+    ServerLostError,
+    ServerRefusedError,
+    ServersClosedError,
+)
+from paceline.forks import tell_children
+from paceline.ps.client.ledger import Ledger, Pending, State
+from paceline.ps.client.link import Link, News
+from paceline.ps.client.refused_pushes import Refused, describe
+from paceline.ps.protocol.wire import Frame, WireError, is_error, read_head
+
+log = logging.getLogger("paceline.ps")
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a trainer waits for a server.
+
+    Args:
+        timeout_s: Then it is an error.
+        warn_s: Then there is a line in the log, once.
+        hello_s: So long after the last sign of life, the server is asked what it has.
+        kept_bytes: So many bytes of pushes may be unacknowledged; a further one waits.
+    """
+
+    timeout_s: float = 120.0
+    warn_s: float = 5.0
+    hello_s: float = 1.0
+    kept_bytes: int = 256 << 20
+
+
+_LAST_WORDS_S = 0.5
+"""So long is waited for acknowledgements when a connection is closed without a flush."""
+_NO_ENTRY = {
+    News.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a directory "
+    "made by `paceline ps keys`",
+    News.UNREADABLE: "ends every handshake: the key does not fit. keys=DIR has the key of another "
+    "server (DIR/server.pub), or this server has new keys: copy the client's directory again",
+    News.FOREIGN: "belongs to another user of this host, who may have taken its place: over ipc a "
+    "server and its trainers are of one user; others need tcp and a key (`paceline ps keys`)",
+}
+
+
+class Channel:
+    """The connection to one server.
+
+    Args:
+        index: Of the server, among those of this trainer.
+        link: Its socket.
+        client: 16 random bytes, the same for all servers of one ``Servers``.
+        patience: How long to wait.
+
+    Attributes:
+        names: Of tables, by their numbers on the server, for errors.
+    """
+
+    def __init__(self, index: int, link: Link, client: bytes, patience: Patience) -> None:
+        self.index = index
+        self.address = link.address
+        self._link = link
+        self._patience = patience
+        self._ledger = Ledger(client)
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._is_closed = False
+        self._heard_s = self._asked_s = time.monotonic()
+        self.sent_bytes = self.received_bytes = 0
+        self.names: dict[int, str] = {}
+        tell_children(self)
+
+    def let_go(self) -> None:
+        """In a forked child: nothing can be sent there, and the server must see the trainer end."""
+        self._lock = threading.RLock()  # it may be held by a thread that is not here
+        self._link.let_go()
+
+    @property
+    def route(self) -> str:
+        """How data travel to this server: ``"shared memory"``, ``"ipc"`` or ``"tcp"``."""
+        return self._link.route
+
+    def greet(self) -> None:
+        """Say HELLO; ``wait_open`` waits for the answer."""
+        with self._lock:
+            self._say_hello()
+
+    def wait_open(self) -> None:
+        """Wait until the server has answered for the first time."""
+        self._wait_until(lambda: self._ledger.state is not State.MEETING, "the first answer")
+        with self._lock:
+            if self._ledger.is_idle:
+                self._link.at_rest(self._ledger.incarnation)
+
+    def post(self, pending: Pending) -> Pending:
+        """Send a request; what it answers is had by ``wait``. Waits only if too much is kept."""
+        ledger, limit = self._ledger, self._patience.kept_bytes
+        if ledger.kept_bytes > limit:
+            self._wait_until(lambda: ledger.kept_bytes <= limit, pending.what)
+        with self._lock:
+            self._check_usable(pending.what)
+            self._check_size(pending)
+            if ledger.is_idle:
+                self._link.at_rest(self._ledger.incarnation)
+            self._send(ledger.enter(pending))
+        return pending
+
+    def hold(self, is_held: bool) -> None:
+        """Say that more requests follow at once, so that the server need not wake for each."""
+        with self._lock:
+            if not self._is_closed and os.getpid() == self._owner:
+                self._link.hold(is_held)
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> list[Frame]:
+        """Wait for a request's answer.
+
+        Raises:
+            ServerLostError: No answer before the deadline, or the server lost its state.
+            ServerRefusedError: It answered with an error.
+        """
+        self._wait_until(lambda: pending.is_done, pending.what, timeout_s)
+        frames, pending.reply = pending.reply, None
+        if frames is None:  # struck off: it was applied before the server was killed
+            return []
+        if is_error(frames[0]):
+            raise self._refused(pending, frames)
+        return frames
+
+    def abandon(self, pending: Pending) -> None:
+        """Do not wait for a request any more."""
+        with self._lock:
+            self._ledger.abandon(pending)
+
+    def take_refused(self) -> Refused | None:
+        """Pushes that the server refused, as far as its answers are here; each is told once."""
+        ledger = self._ledger
+        if not ledger.kept_bytes and not ledger.refused.pushes:
+            return None  # everything is answered, and well
+        with self._lock:
+            if not self._is_usable:  # the call that follows says so
+                return None
+            while ledger.kept_bytes and self._receive(is_waiting=False):
+                pass
+            return ledger.take_refused()
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until everything that changes a table is acknowledged."""
+        self._wait_until(lambda: not self._ledger.has_open(sequenced=True), "flush", timeout_s)
+
+    def close(self) -> None:
+        """Let go of the socket. What is not acknowledged may be lost; ``flush`` comes first.
+
+        Then nobody can be told any more what became of pushes, but by the log.
+        """
+        with self._lock:
+            if self._is_usable:
+                self._say_last_words()
+                self._is_closed = True
+                self._link.close()
+
+    @property
+    def _is_usable(self) -> bool:
+        return not self._is_closed and os.getpid() == self._owner
+
+    def _say_last_words(self) -> None:
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while self._ledger.kept_bytes and time.monotonic() < until_s:
+            if not self._receive():
+                self._link.news()
+        refused = self._ledger.take_refused()
+        if refused is not None:
+            log.error("%s. These gradients are not in the tables", describe(self, refused))
+        if self._ledger.kept_bytes:
+            log.warning(
+                "server %d (%s) has not acknowledged the last pushes of this trainer: they may be "
+                "lost. Call flush() or close() before the program ends",
+                *(self.index, self.address),
+            )
+
+    def _wait_until(
+        self, is_met: Callable[[], bool], what: str, timeout_s: float | None = None
+    ) -> None:
+        start_s = warned_s = time.monotonic()
+        timeout_s = self._patience.timeout_s if timeout_s is None else timeout_s
+        while True:
+            with self._lock:
+                if is_met():
+                    return
+                self._check_usable(what)
+                if self._receive():
+                    continue
+                self._look_after()
+            waited_s = time.monotonic() - start_s
+            if waited_s > timeout_s:
+                raise self._too_late(what, timeout_s)
+            if warned_s == start_s and waited_s > self._patience.warn_s:
+                warned_s = time.monotonic()
+                log.warning(
+                    "waiting for server %d (%s) since %.0f s: %s; giving up after %g s%s",
+                    *(self.index, self.address, waited_s, what, timeout_s, self._obstacle()),
+                )
+
+    def _receive(self, is_waiting: bool = True) -> bool:
+        """Take one message, if there is one, now or within a slice of time."""
+        frames = self._link.receive() if is_waiting else self._link.receive_now()
+        if frames is None:
+            return False
+        if not self._link.came_by_shortcut:
+            # A broken connection is always reported before what comes over the next one.
+            self._heed(self._link.news())
+        self._heard_s = time.monotonic()
+        self.received_bytes += sum(map(len, frames))
+        try:
+            messages = self._ledger.take(frames)
+        except (WireError, ValueError, KeyError, TypeError, AttributeError) as error:
+            log.warning("server %d (%s): unreadable reply: %s", self.index, self.address, error)
+            messages = [self._ledger.hello()] if self._ledger.doubt() else []
+        for message in messages:
+            self._send(message)
+        return True
+
+    def _look_after(self) -> None:
+        """Nothing came for a slice of time: was the connection lost, does the server live?"""
+        self._heed(self._link.news())
+        now_s = time.monotonic()
+        if now_s - max(self._heard_s, self._asked_s) > self._patience.hello_s:
+            self._check_owner()
+            self._say_hello()
+
+    def _check_owner(self) -> None:
+        """Do not wait for somebody who will never be let in."""
+        obstacle = self._link.obstacle()
+        if obstacle.is_final:
+            raise ServerKeyError(
+                f"server {self.index} ({self.address}): {obstacle.text}", **self._facts("connect")
+            )
+
+    def _obstacle(self) -> str:
+        found = self._link.obstacle().text
+        return f"; {found}" if found else ""
+
+    def _heed(self, news: News) -> None:
+        if news in _NO_ENTRY:
+            raise ServerKeyError(
+                f"server {self.index} ({self.address}) {_NO_ENTRY[news]}", **self._facts("connect")
+            )
+        if news is News.BROKEN and self._ledger.state is not State.MEETING:
+            self._ledger.doubt()
+            self._say_hello()
+
+    def _say_hello(self) -> None:
+        self._asked_s = time.monotonic()
+        self._send(self._ledger.hello())
+
+    def _send(self, message: list[Frame]) -> None:
+        self.sent_bytes += sum(map(len, message))
+        self._link.send(message)
+
+    def _check_usable(self, what: str) -> None:
+        if os.getpid() != self._owner:
+            raise ServersClosedError(
+                f"{what}: this connection to server {self.index} belongs to process {self._owner}, "
+                f"and this is a forked child ({os.getpid()}): call ps.connect in the child",
+                **self._facts(what),
+            )
+        if self._is_closed:
+            raise ServersClosedError(
+                f"{what}: the connection to server {self.index} ({self.address}) is closed",
+                **self._facts(what),
+            )
+        if self._ledger.state is State.LOST:
+            raise ServerLostError(
+                f"{what}: server {self.index} ({self.address}) came back without its state: "
+                "pushes that it had acknowledged are gone. Load the last save on a new connection; "
+                "a server started with --dir keeps its state",
+                **self._facts(what),
+            )
+        if self._ledger.complaint and self._ledger.state is State.MEETING:
+            raise ServerRefusedError(
+                f"server {self.index} ({self.address}) does not understand this trainer: "
+                f"{self._ledger.complaint}",
+                code="wire",
+                **self._facts(what),
+            )
+
+    def _check_size(self, pending: Pending) -> None:
+        """Refuse what would only make the server hang up."""
+        most = self._ledger.max_message_bytes
+        if most is not None and pending.arrays:
+            size = max(map(len, pending.arrays))
+            if size > most:
+                raise ServerRefusedError(
+                    f"server {self.index} ({self.address}) takes messages of up to {most} bytes "
+                    f"(--max-message-bytes), and a {pending.what} has {size}: raise the limit, or "
+                    "use smaller batches. Nothing was sent to it",
+                    code="size",
+                    **self._facts(pending.what),
+                )
+
+    def _too_late(self, what: str, timeout_s: float) -> ServerError:
+        remedy = self._link.obstacle().text
+        if not remedy and self._ledger.state is State.MEETING:
+            remedy = "is there a server at this address?"
+        elif not remedy:
+            remedy = "it must be started again with --dir"
+        return ServerLostError(
+            f"{what}: no answer from server {self.index} ({self.address}) within {timeout_s:g} s; "
+            f"{remedy}",
+            **self._facts(what),
+        )
+
+    def _refused(self, pending: Pending, frames: list[Frame]) -> ServerError:
+        control = json.loads(bytes(read_head(frames[0])[1]))
+        return ServerRefusedError(
+            f"server {self.index} ({self.address}) refused {pending.what}: {control.get('text')}",
+            code=str(control.get("code")),
+            id=control.get("id"),
+            table=control.get("table"),
+            **self._facts(pending.what),
+        )
+
+    def _facts(self, what: str) -> dict[str, Any]:
+        return {"server": self.index, "address": self.address, "operation": what}

@@ -1,0 +1,1 @@
+"""What trainers and servers have in common: bytes, tables, keys. Imports neither side."""

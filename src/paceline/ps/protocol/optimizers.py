@@ -1,0 +1,100 @@
+"""Which optimizer a table has: frozen policies. They run on the server (``ps/state/updates.py``).
+
+``lr`` travels with every push, so a trainer may change it from step to step
+(``EmbeddingBag.lr``); everything else is fixed when the table is made.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from paceline.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class SGD:
+    """``torch.optim.SGD`` without momentum.
+
+    Args:
+        lr: Learning rate.
+    """
+
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check(self, "lr")
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """``torch.optim.Adagrad``: one sum of squares for each value.
+
+    Args:
+        lr: Learning rate.
+        eps: Added to the root.
+        initial_accumulator_value: What the sums begin with.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "lr", "eps", "initial_accumulator_value")
+
+
+@dataclass(frozen=True)
+class RowwiseAdagrad:
+    """Adagrad with one sum for each row: the mean of the squares of its gradient.
+
+    Args:
+        lr: Learning rate.
+        eps: Added to the root.
+        initial_accumulator_value: What the sums begin with.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, "lr", "eps", "initial_accumulator_value")
+
+
+@dataclass(frozen=True)
+class Adam:
+    """``torch.optim.SparseAdam``: only rows with a gradient move, the step counts pushes.
+
+    Args:
+        lr: Learning rate.
+        betas: Decay of the two means.
+        eps: Added to the root.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check(self, "lr", "eps")
+        first, second = self.betas
+        if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
+            raise ConfigurationError(
+                f"Adam: betas must be two numbers in [0, 1), and are {self.betas}"
+            )
+
+
+Optimizer = SGD | Adagrad | RowwiseAdagrad | Adam
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    kind.__name__: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)
+}
+
+
+def _check(policy: object, *names: str) -> None:
+    for name in names:
+        value = getattr(policy, name)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+            raise ConfigurationError(
+                f"{type(policy).__name__}: {name} must be a number of at least 0, and is {value!r}"
+            )

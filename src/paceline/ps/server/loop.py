@@ -1,0 +1,313 @@
+"""The server's loop: one thread, one ROUTER socket, shared memory, one message after the other.
+
+Called by ``ps/server/process.py``. Receives, lets ``ps/server/dispatch.py`` answer, sends; and
+between messages takes snapshots and looks after forked children. Knows nothing of what messages
+mean.
+
+[Note: bounded]
+A frame has at most ``max_message_bytes``; a message that has more frames than any kind has is
+thrown away as it is read; a peer that does not read its replies loses those beyond ``QUEUED``, or
+its shared memory, and asks again by the protocol. No reply is ever waited for.
+
+[Note: two ways, one order]
+``ps/client/link.py`` has the trainer's half. Here: what a trainer has put into its shared memory is
+handled before what it sends over ZeroMQ, and each request is answered the way it came.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+
+from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.protocol.shm_ring import CAPACITY, door_path, is_possible
+from paceline.ps.protocol.wire import Frame, Kind, WireError, read_head
+from paceline.ps.server.descriptors import Room, make_room
+from paceline.ps.server.dispatch import Handler, Later
+from paceline.ps.server.forked_job import Job
+from paceline.ps.server.job_queue import Jobs
+from paceline.ps.server.native_loop import Attendant
+from paceline.ps.server.shm_listener import FULL, MOST, Door, Visitor
+from paceline.ps.server.zmq_socket import AGAIN_MS, Entrance
+from paceline.ps.state.refusal import Refusal
+from paceline.ps.storage.durable import Durable
+from paceline.ps.storage.faults import Place, reach
+
+log = logging.getLogger("paceline.ps")
+
+QUEUED = 256
+"""So many messages wait for one peer, in each direction."""
+AT_ONCE = 64
+"""So many are handled before timers and signals are looked at, and synced together."""
+_FRAMES = 3
+_SMALL = 8192  # ZeroMQ packs smaller frames anywhere into a buffer, so they are not aligned
+_LINGER_MS = 200
+
+
+To = bytes | Visitor
+"""Where an answer goes: a peer of the ROUTER socket, or somebody with shared memory."""
+Answers = list[tuple[To, list[Frame]]]
+
+
+class Server:
+    """Serves at one address.
+
+    Args:
+        settings: Where and how.
+        handler: What answers.
+        durable: What is snapshotted now and then, or None.
+
+    Raises:
+        ServerStartError: The address is taken, or cannot be had.
+    """
+
+    def __init__(self, settings: ServerSettings, handler: Handler, durable: Durable | None) -> None:
+        self._settings = settings
+        self._handler = handler
+        self._durable = durable
+        self._poller = zmq.Poller()
+        self._jobs = Jobs(self._poller)
+        self._next_snapshot_s = time.monotonic() + settings.snapshot_every_s
+        self._routes: dict[bytes, bytes] = {}  # for each client its ZeroMQ peer
+        self._context = zmq.Context()
+        try:
+            room = make_room()
+            self._entrance = Entrance(self._context, settings, handler.refusals, room)
+            self._socket = self._entrance.open(QUEUED)
+            self._door = _open_door(settings, handler.incarnation, room)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._attendant: Attendant | None = None
+        quick = handler.store.quick
+        # With fsync, its answers would overtake those that wait for it.
+        if self._door is not None and quick is not None and not settings.fsync:
+            self._attendant = Attendant(handler.store, quick, may_push=durable is None)
+        self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+
+    def run(self, stop_fds: Sequence[int]) -> None:
+        """Serve until one of the descriptors has something to read, or its other end is closed.
+
+        Raises:
+            ServerStateError: The journal cannot be written any more.
+        """
+        self._watch(stop_fds)
+        while True:
+            ready = self._wait(stop_fds)
+            if any(descriptor in ready for descriptor in stop_fds):
+                return
+            if self._door is not None:
+                self._serve_visitors(self._door, ready)
+            if self._socket in ready:
+                self._serve_some()
+            if self._entrance.is_news(ready) or self._entrance.is_shut:
+                self._entrance.look()
+            self._start_snapshot()
+            self._jobs.tend(ready)
+
+    def _wait(self, stop_fds: Sequence[int]) -> dict[Any, int]:
+        """What is ready. Plain messages in shared memory are answered while there is nothing."""
+        timeout_ms = self._until_timer_ms()
+        if self._attendant is None or self._door is None:
+            return dict(self._poller.poll(timeout_ms))
+        ready = dict(self._poller.poll(0))
+        if not ready:
+            # A ZeroMQ socket's descriptor tells of what comes after its events were looked at.
+            sockets = [self._socket, *self._entrance.sockets]
+            fds = [*(each.getsockopt(zmq.FD) for each in sockets), *stop_fds, *self._jobs.fds]
+            timeout_ms = -1 if timeout_ms is None else timeout_ms
+            self._attendant.attend(self._door, [*fds, self._door.fileno()], timeout_ms)
+            ready = dict(self._poller.poll(0))
+        return ready
+
+    def _watch(self, stop_fds: Sequence[int]) -> None:
+        for socket in (self._socket, *self._entrance.sockets):
+            self._poller.register(socket, zmq.POLLIN)
+        for descriptor in stop_fds:
+            self._poller.register(descriptor, zmq.POLLIN | zmq.POLLERR)
+        if self._door is not None:
+            self._poller.register(self._door.event, zmq.POLLIN)
+            self._poller.register(self._door.fileno(), zmq.POLLIN)
+
+    def close(self) -> None:
+        """Let go of socket and address. Replies that are on their way get a moment."""
+        self._jobs.cancel()
+        self._handler.refusals.flush()
+        if self._door is not None:
+            self._door.close()
+        self._socket.close(linger=_LINGER_MS)
+        self._entrance.close()
+        self._context.term()
+
+    def _serve_visitors(self, door: Door, ready: Mapping[Any, int]) -> None:
+        """Handle what is in shared memory, and who comes and goes."""
+        if door.event in ready:
+            door.rise()
+        answers: Answers = []
+        for visitor in list(door.visitors.values()):
+            self._drain(door, visitor, answers)
+        if door.fileno() in ready:
+            for visitor in door.look():
+                self._drain(door, visitor, answers, FULL)
+                door.dismiss(visitor)
+        self._send_all(answers)
+
+    def _drain(self, door: Door, visitor: Visitor, answers: Answers, most: int = AT_ONCE) -> None:
+        """Handle what one visitor has asked."""
+        for _ in range(most):
+            if visitor.is_gone:
+                return
+            try:
+                frames = visitor.receive()
+            except ValueError as error:
+                self._handler.refusals.add(f"refused shared memory: {error}")
+                door.dismiss(visitor)
+                return
+            if not frames:
+                return
+            self._handle(visitor, frames, answers)
+
+    def _serve_some(self) -> None:
+        """Handle what has arrived over ZeroMQ."""
+        answers: Answers = []
+        for _ in range(AT_ONCE):
+            try:
+                peer, frames = self._receive()
+            except zmq.Again:
+                break
+            if self._door is not None:
+                self._serve_before(self._door, peer, frames, answers)
+            self._handle(peer, frames, answers)
+        self._send_all(answers)
+
+    def _serve_before(self, door: Door, peer: bytes, frames: list[Frame], answers: Answers) -> None:
+        """Handle what the sender of this message has put into shared memory before it."""
+        try:
+            head, _ = read_head(frames[0])
+        except (WireError, IndexError):
+            return
+        if head.kind is Kind.HELLO:
+            self._routes[head.client] = peer
+            if len(self._routes) > MOST:
+                del self._routes[next(iter(self._routes))]
+        visitor = door.visitors.get(head.client)
+        if visitor is not None:
+            self._drain(door, visitor, answers, FULL)
+
+    def _handle(self, to: To, frames: list[Frame], answers: Answers) -> None:
+        """Answer one message; with ``fsync``, answers wait for a sync that is for all of them."""
+        answer = self._handler.answer(frames)
+        if isinstance(answer, Later):
+            self._enqueue(to, answer)
+        elif self._settings.fsync:
+            answers.append((to, answer))
+        else:
+            self._send(to, answer)
+
+    def _send_all(self, answers: Answers) -> None:
+        if answers and self._durable is not None:
+            self._durable.sync()
+            for to, answer in answers:
+                self._send(to, answer)
+
+    def _receive(self) -> tuple[bytes, list[Frame]]:
+        socket = self._socket
+        peer = socket.recv(zmq.NOBLOCK)
+        frames: list[Frame] = []
+        more = True
+        while more:
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            more = frame.more
+            if len(frames) <= _FRAMES:
+                view = frame.buffer
+                frames.append(bytearray(view) if len(view) <= _SMALL else view)
+        return peer, frames
+
+    def _send(self, to: To, frames: list[Frame]) -> None:
+        if isinstance(to, Visitor):
+            if to.send(frames):
+                reach(Place.SENT)
+                return
+            to = self._way_around(to)
+        try:
+            self._socket.send_multipart([to, *frames], zmq.NOBLOCK, copy=False)
+            reach(Place.SENT)
+        except zmq.ZMQError:  # it does not read, or is gone
+            self._handler.dropped += 1
+
+    def _way_around(self, visitor: Visitor) -> bytes:
+        """Where a reply goes that is too large for shared memory: the visitor is told to look.
+
+        If not even that can be said, it has not read for long: it loses its memory, notices, and
+        asks again.
+        """
+        peer = self._routes.get(visitor.client)
+        if peer is not None and visitor.mark():
+            return peer
+        if self._door is not None:
+            self._door.dismiss(visitor)
+        return b""
+
+    def _until_timer_ms(self) -> int | None:
+        if self._door is not None and self._attendant is None and not self._door.rest():
+            return 0
+        again_ms = AGAIN_MS if self._entrance.is_shut else None
+        if not self._settings.snapshot_every_s or self._durable is None:
+            return again_ms
+        left_ms = max(0, int(1000 * (self._next_snapshot_s - time.monotonic())) + 1)
+        return left_ms if again_ms is None else min(left_ms, again_ms)
+
+    def _start_snapshot(self) -> None:
+        if self._durable is None or not self._settings.snapshot_every_s:
+            return
+        if time.monotonic() < self._next_snapshot_s:
+            return
+        self._next_snapshot_s = time.monotonic() + self._settings.snapshot_every_s
+        if self._durable.has_changed and not self._jobs.is_busy:
+            try:
+                self._jobs.add(self._durable.begin_snapshot(), self._end_snapshot, is_urgent=True)
+            except OSError as error:
+                log.warning("a snapshot could not begin, journals are kept: %s", error)
+
+    def _end_snapshot(self, job: Job) -> None:
+        assert self._durable is not None
+        try:
+            job.finish()
+        except OSError as error:
+            log.warning("a snapshot failed, journals are kept: %s", error)
+            return
+        self._durable.end_snapshot()
+
+    def _enqueue(self, to: To, later: Later) -> None:
+        if not self._jobs.add(later.work, self._answer_later(to, later)):
+            busy = Refusal(later.code, "too many saves and loads are waiting already")
+            self._send(to, self._handler.refuse(later.head, busy))
+
+    def _answer_later(self, to: To, later: Later) -> Callable[[Job], None]:
+        def end(job: Job) -> None:
+            try:
+                answer = later.done(job.finish())
+            except OSError as error:
+                answer = self._handler.refuse(later.head, Refusal(later.code, str(error)))
+            except Refusal as refusal:
+                answer = self._handler.refuse(later.head, refusal)
+            self._send(to, answer)
+
+        return end
+
+
+def _open_door(settings: ServerSettings, incarnation: str, room: Room) -> Door | None:
+    """Where trainers of this host get shared memory; without it, everything goes over ZeroMQ."""
+    path = door_path(settings.address)
+    # A message in shared memory has at most half of a ring: where less is allowed, there is none.
+    if path is None or not is_possible() or settings.max_message_bytes < CAPACITY // 2:
+        return None
+    try:
+        return Door(path, incarnation, room)
+    except OSError as error:
+        log.warning("no shared memory for trainers of this host: %s: %s", path, error)
+        return None

@@ -1,0 +1,1 @@
+"""The tables of a server and what each message does to them; no socket and no file."""

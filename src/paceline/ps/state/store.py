@@ -1,0 +1,264 @@
+"""The state of a server, and what each message does to it; live and in replay the same code.
+
+``ps/server/dispatch.py`` calls ``read`` for all messages, ``lookup`` for those that read rows, and
+for what changes ``admit``, ``prepare`` and ``commit``, with the journal between the last two;
+``ps/storage/durable.py`` calls the same for each record of a journal. So a replayed server cannot
+differ from the one that died. Must not know sockets or files.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.errors import ConfigurationError
+from paceline.ps import extension
+from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
+from paceline.ps.protocol.wire import ALIGNMENT, Frame, Head, Kind, Message, pack_head, unpack
+from paceline.ps.state.clients import Admission, Clients
+from paceline.ps.state.grouped_updates import push_all
+from paceline.ps.state.meter import Meter
+from paceline.ps.state.refusal import Code, Refusal
+from paceline.ps.state.small_messages import Quick, QuickPush
+from paceline.ps.state.table import Budget, Table
+from paceline.ps.state.validate import Share, checked, reply_bytes
+
+log = logging.getLogger(__name__)
+
+MOST_TABLES = 4096
+
+Change = Callable[[], dict[str, Any]]
+"""Does what was checked, and returns the control part of the answer."""
+
+
+class Store:
+    """Tables and clients of one server.
+
+    Args:
+        max_bytes: Of rows and their state, for all tables together.
+        max_reply_bytes: Of one FOUND.
+
+    Attributes:
+        max_message_bytes: Of one frame, in either direction.
+        quick: The quick way to the tables, with a native core.
+    """
+
+    def __init__(self, max_bytes: int, max_reply_bytes: int) -> None:
+        self.budget = Budget(max_bytes)
+        self.clients = Clients()
+        self.tables: list[Table] = []
+        self._by_name: dict[str, Table] = {}
+        self.max_message_bytes = max_reply_bytes
+        native = extension.native
+        self.quick = None if native is None else Quick(native, max_reply_bytes)
+        self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
+            Kind.ATTACH: self._prepare_attach,
+            Kind.PUSH: self._prepare_push,
+            Kind.WRITE: self._prepare_write,
+        }
+
+    def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | Message:
+        """Read a message: one that the quick way takes is looked up, or checked, already.
+
+        Returns:
+            The answer to a LOOKUP, or what ``head`` says and ``lookup`` or ``prepare`` takes.
+
+        Raises:
+            WireError: It is none.
+        """
+        if self.quick is not None:
+            found = self.quick.read(frames)
+            if found is not None:
+                return found
+            self.quick.settle()  # meters get calls in their order
+        return unpack(frames)
+
+    def lookup(self, message: Message) -> list[Frame]:
+        """Answer a LOOKUP. Changes nothing but meters.
+
+        Raises:
+            Refusal: It does not fit.
+        """
+        start_ns = time.perf_counter_ns()
+        shares = checked(self.tables, message)
+        sizes = list(reply_bytes(shares))
+        total = sum(sizes)
+        if total > self.max_message_bytes:
+            raise Refusal(
+                Code.SIZE,
+                f"the reply would have {total} bytes, and {self.max_message_bytes} are allowed "
+                "(--max-message-bytes): ask for fewer rows at a time",
+            )
+        values = np.empty(total, np.uint8)
+        at = 0
+        for share, size in zip(shares, sizes, strict=True):
+            at += size
+            if size and share.table.raw_dtype.itemsize % ALIGNMENT:
+                values[at - ALIGNMENT : at] = 0  # what pads it is nobody's old memory
+            _found(share, values, at - size)
+            end_ns = time.perf_counter_ns()
+            share.table.lookups.add(share.section.ids, start_ns, end_ns)
+            start_ns = end_ns
+        head = message.head
+        reply = pack_head(Head(Kind.FOUND, head.request, head.client), len(shares))
+        return [reply + message.records, b"", values.data]
+
+    def admit(self, head: Head) -> Admission:
+        """See :meth:`Clients.admit`."""
+        return self.clients.admit(head)
+
+    def prepare(self, message: Message | QuickPush) -> Change:
+        """Check a sequenced message completely. Changes nothing.
+
+        Raises:
+            Refusal: It does not fit.
+        """
+        if isinstance(message, QuickPush):
+            return message.apply
+        return self._prepare[message.head.kind](message)
+
+    def commit(self, head: Head, change: Change) -> dict[str, Any]:
+        """Do what was prepared, and count it.
+
+        Raises:
+            Refusal: Something failed that no check foresaw. Half of a push may be applied; a replay
+                fails at the same place, and the server goes on.
+        """
+        try:
+            done = change()
+        except Exception as error:
+            log.exception("%s failed; this is a fault of the server", head.kind.name)
+            refusal = Refusal(Code.INTERNAL, f"{type(error).__name__} in the server: {error}")
+            self.clients.count(head, refusal)
+            raise refusal from error
+        self.clients.count(head, None)
+        return done
+
+    def repeat(self, message: Message | QuickPush) -> dict[str, Any]:
+        """The control part of the answer to a message that was applied before."""
+        if isinstance(message, QuickPush) or message.head.kind is not Kind.ATTACH:
+            return {}
+        spec, shard = _described(message.control)
+        known = self._by_name.get(spec.name)
+        if known is None:
+            text = f"number {message.head.sequence} of this client was something else"
+            raise Refusal(Code.TABLE, text, table=spec.name)
+        return {"table": self._same(known, spec, shard).number}
+
+    def create(self, spec: TableSpec, shard: Shard) -> Table:
+        """Make a table. Its memory comes with its rows."""
+        table = Table(len(self.tables), spec, shard, self.budget)
+        self.tables.append(table)
+        self._by_name[spec.name] = table
+        if self.quick is not None:
+            self.quick.add(table)
+        return table
+
+    def table_named(self, name: str) -> Table | None:
+        """The table of that name, if it is here."""
+        return self._by_name.get(name)
+
+    def forget_traffic(self) -> None:
+        """Let all meters begin anew."""
+        if self.quick is not None:
+            self.quick.settle()
+        for table in self.tables:
+            table.lookups, table.pushes = Meter(), Meter()
+
+    def stats(self, first: int, last: int) -> list[dict[str, Any]]:
+        """For each of these tables: what it is, how full, how busy."""
+        if self.quick is not None:
+            self.quick.settle()
+        return [
+            {
+                "name": table.spec.name,
+                "shard": f"{table.shard.sharding.value} {table.shard.index}/{table.shard.count}",
+                "table_rows": table.spec.rows,
+                "dim": table.spec.dim,
+                "optimizer": type(table.spec.optimizer).__name__,
+                "rows": table.count,
+                "bytes": table.count * table.row_bytes,
+                "ids": table.lookups.ids + table.pushes.ids,
+                **table.lookups.summary("lookup", "lookups"),
+                **table.pushes.summary("push", "pushes"),
+            }
+            for table in self.tables[first:last]
+        ]
+
+    def _prepare_attach(self, message: Message) -> Change:
+        spec, shard = _described(message.control)
+        known = self._by_name.get(spec.name)
+        if known is not None:
+            number = self._same(known, spec, shard).number
+            return lambda: {"table": number}
+        if len(self.tables) >= MOST_TABLES:
+            raise Refusal(Code.SIZE, f"this server has {MOST_TABLES} tables, which is the most")
+        return lambda: {"table": self.create(spec, shard).number}
+
+    def _same(self, known: Table, spec: TableSpec, shard: Shard) -> Table:
+        if (known.spec, known.shard) != (spec, shard):
+            raise Refusal(
+                Code.TABLE,
+                f"table {spec.name!r} is here as {known.spec}, {known.shard}, and was asked for as "
+                f"{spec}, {shard}; give it another name, or the same description",
+                table=spec.name,
+            )
+        return known
+
+    def _prepare_push(self, message: Message) -> Change:
+        shares = self._checked_with_memory(message)
+
+        def change() -> dict[str, Any]:
+            push_all(shares)
+            return {}
+
+        return change
+
+    def _prepare_write(self, message: Message) -> Change:
+        shares = self._checked_with_memory(message)
+
+        def change() -> dict[str, Any]:
+            for share in shares:
+                share.table.write(share.ids, share.slots, share.values)
+            return {}
+
+        return change
+
+    def _checked_with_memory(self, message: Message) -> list[Share]:
+        shares = checked(self.tables, message)
+        new = [share.table.new_bytes(share.slots) for share in shares]
+        self.budget.check(sum(new))
+        for share, new_bytes in zip(shares, new, strict=True):
+            if new_bytes:
+                share.table.reserve()
+        return shares
+
+
+def _found(share: Share, values: NDArray[np.uint8], at: int) -> None:
+    """Write what was asked for into a reply."""
+    table, section = share.table, share.section
+    if share.bags is None:
+        out = np.ndarray((section.ids,), table.raw_dtype, values, at)
+        table.read(share.ids, share.slots, out)
+    elif section.bags:
+        count = section.bags * table.spec.dim
+        flat = torch.frombuffer(values, dtype=table.dtype, count=count, offset=at)
+        share.bags.pooled(share.slots, flat.view(section.bags, table.spec.dim))
+
+
+def _described(control: Mapping[str, Any]) -> tuple[TableSpec, Shard]:
+    try:
+        spec = TableSpec.from_json(control["table"])
+        found = control["shard"]
+        index, count = found["index"], found["count"]
+        if type(index) is not int or type(count) is not int:
+            raise TypeError("index and count of a shard are whole numbers")
+        return spec, Shard(Sharding(found["sharding"]), index, count)
+    except (KeyError, TypeError, ValueError, ConfigurationError) as error:
+        raise Refusal(Code.TABLE, f"no description of a table: {error!r:.300}") from None

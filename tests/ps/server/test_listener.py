@@ -1,0 +1,157 @@
+"""A server that runs out of descriptors: it lets nobody in, says so, and goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import ServerLostError, ServerStartError, ps
+from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.server.descriptors import Room, used
+from paceline.ps.server.listener import Gate, full_path
+from tests.ps.protocol.test_fuzz import serve_with_log
+
+LIMIT = 160
+DEADLINE_S = 60.0
+
+
+def until(is_met: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + DEADLINE_S
+    while not is_met():
+        assert time.monotonic() < until_s, "it did not come to that"
+        time.sleep(0.01)
+
+
+def serve_with_few(settings: ServerSettings, ready: object, log: str, limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    serve_with_log(settings, ready, log)  # type: ignore[arg-type]
+
+
+@contextmanager
+def small_server(path: Path, limit: int = LIMIT) -> Iterator[tuple[str, int]]:
+    """A server with few descriptors; gives its address and its process."""
+    settings = ServerSettings(f"ipc://{path / 's'}", directory=path / "state", snapshot_every_s=0.2)
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    arguments = (settings, writer, str(path / "log"), limit)
+    process = context.Process(target=serve_with_few, args=arguments)
+    process.start()
+    writer.close()
+    try:
+        assert reader.poll(DEADLINE_S), "the server did not start"
+        yield reader.recv(), process.pid or 0
+        assert process.is_alive(), "the server died"
+        process.terminate()
+        process.join(DEADLINE_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        reader.close()
+
+
+def train(module: ps.Embedding, steps: int) -> None:
+    for _ in range(steps):
+        module(torch.arange(5)).sum().backward()
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_more_connections_than_descriptors(tmp_path: Path) -> None:
+    """Who is in trains on, journal and snapshots included; the others wait, and are told why."""
+    with small_server(tmp_path) as (address, pid), ps.connect([address]) as servers:
+        module = ps.Embedding(10, 4, servers=servers, name="t", optimizer=ps.SGD(1.0))
+        module.write(torch.arange(10), torch.zeros(10, 4))
+        path = Path(address.removeprefix("ipc://"))
+        with ExitStack() as stack:
+            for _ in range(2 * LIMIT):
+                idle = stack.enter_context(socket.socket(socket.AF_UNIX))
+                try:
+                    idle.connect(os.fspath(path))
+                except (FileNotFoundError, ConnectionRefusedError):
+                    break
+            else:
+                pytest.fail("everybody was let in")
+            assert full_path(path).exists()
+            train(module, 20)
+            with pytest.raises(ServerLostError, match="the server is full"):
+                ps.connect([address], timeout_s=1.5)
+        until(path.exists)
+        with ps.connect([address]) as others:
+            assert others.stats()[0]["pid"] == pid
+        module.flush()
+        assert torch.equal(module.rows(torch.arange(5)), torch.full((5, 4), -20.0))
+    assert "full: " in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["log", "state"]
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_idle_connections_at_the_door(tmp_path: Path) -> None:
+    """The other socket, where shared memory is handed out: the same."""
+    with small_server(tmp_path) as (address, _), ps.connect([address]) as servers:
+        module = ps.Embedding(10, 4, servers=servers, name="t", optimizer=ps.SGD(1.0))
+        module.write(torch.arange(10), torch.zeros(10, 4))
+        with ExitStack() as stack:
+            for _ in range(4 * LIMIT):
+                idle = stack.enter_context(socket.socket(socket.AF_UNIX))
+                idle.connect(address.removeprefix("ipc://") + ".door")
+            train(module, 20)
+            with ps.connect([address]) as others:
+                other = ps.Embedding(10, 4, servers=others, name="t", optimizer=ps.SGD(1.0))
+                train(other, 1)
+        module.flush()
+        assert torch.equal(module.rows(torch.arange(5)), torch.full((5, 4), -21.0))
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_trainers_beyond_the_shared_memory_use_zeromq(tmp_path: Path) -> None:
+    with small_server(tmp_path) as (address, _), ExitStack() as stack:
+        routes = []
+        for _ in range(LIMIT // 8):
+            servers = stack.enter_context(ps.connect([address]))
+            module = ps.Embedding(10, 4, servers=servers, name="t", optimizer=ps.SGD(1.0))
+            train(module, 1)
+            module.flush()
+            routes += servers.routes
+        assert routes[0] == "shared memory"
+        assert routes[-1] == "ipc"
+
+
+def test_too_few_for_a_server() -> None:
+    assert Room(8).is_too_small
+    assert not Room(1 << 16).is_too_small
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_a_server_with_hardly_any_does_not_start(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    arguments = (ServerSettings(f"ipc://{tmp_path / 's'}"), writer, str(tmp_path / "log"), 40)
+    process = context.Process(target=serve_with_few, args=arguments)
+    process.start()
+    writer.close()
+    process.join(DEADLINE_S)
+    assert process.exitcode == 1
+    process.close()
+    reader.close()
+    assert ServerStartError.__name__ in (tmp_path / "log").read_text()
+    assert "ulimit -n" in (tmp_path / "log").read_text()
+
+
+def test_the_gate_leaves_nothing(tmp_path: Path) -> None:
+    before = used()
+    gate = Gate(tmp_path / "s", Room(1 << 16))
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    gate.close()
+    assert used() == before
+    assert list(tmp_path.iterdir()) == []

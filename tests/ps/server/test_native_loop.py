@@ -1,0 +1,185 @@
+"""Messages that are answered from ring to ring: the same answers and tables as Python's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.ps import extension
+from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, read_head
+from paceline.ps.server import native_loop as attendant
+from paceline.ps.server.dispatch import Later
+from paceline.ps.server.native_loop import Attendant, sgd_way
+from tests.ps.protocol.test_shm_ring import Ends
+from tests.ps.state.test_small_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
+
+pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
+
+SGD_TABLES = [0, 1, 2, 3]
+
+
+class RingWay(Way):
+    """A server whose only client is in shared memory; counts who answered."""
+
+    def __init__(self, may_push: bool = True) -> None:
+        super().__init__(extension.native)
+        assert self.store.quick is not None
+        self.ends = Ends(1 << 16)
+        self.attendant = Attendant(self.store, self.store.quick, may_push=may_push)
+        visitor = SimpleNamespace(pair=self.ends.server, client=CLIENT)
+        self.door: Any = SimpleNamespace(event=self.ends.events[0], visitors={CLIENT: visitor})
+        self.natively = self.by_python = 0
+
+    def attend(self, timeout_ms: int = 0, fds: list[int] | None = None) -> None:
+        self.attendant.attend(self.door, fds or [], timeout_ms)
+
+    def ask(self, frames: list[Frame]) -> list[bytes]:
+        assert self.ends.trainer.send(list(frames))
+        self.attend()
+        found = self.ends.trainer.receive()
+        if found is not None:
+            self.natively += 1
+            return [bytes(frame) for frame in found]
+        self.by_python += 1
+        answer = self.handler.answer(self.ends.server.receive())
+        assert not isinstance(answer, Later)
+        return [bytes(frame) for frame in answer]
+
+
+@pytest.fixture
+def ring() -> Iterator[RingWay]:
+    made = RingWay()
+    made.keep()
+    yield made
+    made.ends.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(steps, min_size=1, max_size=5))
+def test_it_answers_as_python_does(drawn: list[Step]) -> None:
+    ways = [RingWay(), Way(None)]
+    ways[1].store.clients.pin(CLIENT)
+    try:
+        for way in ways:
+            way.keep()
+        for message, how, what in drawn:
+            answers = []
+            for way in ways:
+                if what < 2:
+                    way.store.tables[what].clear()
+                sequence = way.store.clients.applied(CLIENT) + 1
+                sequence += {2: 1, 3: -1}.get(what, 0)  # a gap; again, or none
+                answers.append(way.ask(framed(message, max(0, sequence), how)))
+            assert answers[0] == answers[1]
+        assert ways[0].state() == ways[1].state()
+    finally:
+        ways[0].ends.close()  # type: ignore[attr-defined]
+
+
+def test_what_is_plain_needs_no_python(ring: RingWay) -> None:
+    for sequence in range(1, 400):  # more shares than fit before meters are settled
+        ring.ask(plain(Kind.PUSH, SGD_TABLES, sequence))
+        ring.ask(plain(Kind.LOOKUP, PLAIN))
+    assert (ring.natively, ring.by_python) == (2 * 399, 0)
+    assert ring.store.clients.applied(CLIENT) == 399
+    assert [ring.store.tables[number].step for number in SGD_TABLES] == [399] * 4
+    assert ring.store.stats(0, 1)[0]["pushes"] == 399
+
+
+def test_a_client_that_comes_again_has_new_memory(ring: RingWay) -> None:
+    ring.ask(plain(Kind.PUSH, SGD_TABLES, 1))
+    ring.ends.close()
+    ring.ends = Ends(1 << 16)
+    ring.door.event = ring.ends.events[0]
+    ring.door.visitors = {CLIENT: SimpleNamespace(pair=ring.ends.server, client=CLIENT)}
+    ring.ask(plain(Kind.PUSH, SGD_TABLES, 2))
+    assert (ring.natively, ring.by_python) == (2, 0)
+
+
+def test_several_messages_at_once_are_answered_in_order(ring: RingWay) -> None:
+    for sequence in range(1, 40):
+        assert ring.ends.trainer.send(plain(Kind.PUSH, SGD_TABLES, sequence))
+        assert ring.ends.trainer.send(plain(Kind.LOOKUP, SGD_TABLES))
+    ring.attend()
+    kinds = [read_head(ring.ends.trainer.receive()[0])[0].kind for _ in range(2 * 39)]
+    assert kinds == [Kind.DONE, Kind.FOUND] * 39
+
+
+def test_what_is_python_s_stays_in_the_ring(ring: RingWay) -> None:
+    for frames in (
+        plain(Kind.PUSH, [4], 1),  # Adam: torch's
+        plain(Kind.PUSH, [0], 5),  # a gap
+        plain(Kind.LOOKUP, [9]),  # max_norm
+        plain(Kind.PUSH, [0], 1)[:2],
+        pack_control(Head(Kind.STATS, 1, CLIENT), {}),
+    ):
+        ring.ends.trainer.send(frames)
+        ring.attend()
+        assert ring.ends.trainer.receive() is None
+        assert ring.ends.server.receive() == frames
+    other = [frame.replace(CLIENT, b"d" * 16) for frame in plain(Kind.PUSH, [0], 1)]  # type: ignore[union-attr]
+    ring.ends.trainer.send(other)
+    ring.attend()
+    assert ring.ends.server.receive() == other
+    assert ring.store.clients.applied(CLIENT) == 0
+
+
+def test_with_a_journal_pushes_are_python_s() -> None:
+    ring = RingWay(may_push=False)
+    ring.keep()
+    try:
+        ring.ask(plain(Kind.PUSH, SGD_TABLES, 1))
+        ring.ask(plain(Kind.LOOKUP, SGD_TABLES))
+        assert (ring.natively, ring.by_python) == (1, 1)
+    finally:
+        ring.ends.close()
+
+
+def test_a_full_ring_of_replies_is_python_s(ring: RingWay) -> None:
+    count = 0
+    while True:
+        ring.ends.trainer.send(plain(Kind.LOOKUP, PLAIN))
+        ring.attend()
+        if ring.ends.server.receive() is not None:
+            break
+        count += 1
+    assert count > 10
+    for _ in range(count):
+        assert read_head(ring.ends.trainer.receive()[0])[0].kind is Kind.FOUND
+
+
+def test_it_waits_until_somebody_else_has_something(ring: RingWay) -> None:
+    reader, writer = os.pipe()
+    try:
+        began_s = time.monotonic()
+        ring.attend(100, [reader])
+        assert time.monotonic() - began_s > 0.09
+        os.write(writer, b"x")
+        ring.attend(60_000, [reader])
+        assert time.monotonic() - began_s < 30
+        with pytest.raises(ValueError, match="descriptors"):
+            ring.attend(0, list(range(16)))
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_torch_s_bits_or_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    way = sgd_way()
+    assert way in (0, 1, 2)
+    if way:
+        rows, grad = torch.randn(2, 9999)
+        expected = rows.clone().add_(grad, alpha=-0.3)
+        assert extension.native.sgd(rows.data_ptr(), grad.data_ptr(), 9999, -0.3, way)
+        assert torch.equal(rows, expected)
+    fake = SimpleNamespace(sgd=lambda *_: False)
+    monkeypatch.setattr(attendant, "native", fake)
+    assert sgd_way() == 0
