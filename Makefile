@@ -13,8 +13,8 @@ export PATH := $(PATH):/usr/sbin:/sbin
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-# What the native cores are built from: when it changes, the package is installed anew.
-NATIVE := setup.py $(wildcard src/paceline/*/native/*)
+# What the native core is built from: when it changes, the package is installed anew.
+NATIVE := setup.py $(wildcard src/paceline/native/*.[ch] src/paceline/native/*/*.[ch])
 
 .PHONY: help demo test test-all lint types unit conformance bench docs clean iproute2 compiler
 .DELETE_ON_ERROR:
@@ -54,7 +54,7 @@ docs: $(VENV)/.installed-docs ## the docs as web pages, in build/docs; a warning
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f src/paceline/*/_native*.so
+	rm -f src/paceline/native/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Tests on several hosts need ip and tc. Without them, or without root, they skip and say so.

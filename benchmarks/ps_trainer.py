@@ -21,10 +21,10 @@ from rich.table import Table
 
 from benchmarks import command
 from paceline import ps
+from paceline.native.extension import native
 from paceline.ps.client.channel import Channel
 from paceline.ps.client.connection import Servers
 from paceline.ps.client.ledger import Ledger, Pending
-from paceline.ps.extension import native
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, pack_head, unpack
 
 PHASES = ("forward", "prefetch", "backward", "step", "torch's part of backward")

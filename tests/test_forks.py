@@ -13,7 +13,7 @@ import pytest
 
 from paceline import forks
 from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from tests.children import do_in_fork
 
 C = ctypes.PyDLL(None)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from paceline import DistributedDataParallel, gloo_threads
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 from paceline.testing import run_ranks
 
 PROGRAM = Path(__file__).parent / "ends_at_once.py"

@@ -21,6 +21,7 @@ LAYERS = (
     {"shm"},
     {"liveness"},
     {"observe"},
+    {"native"},
     {
         "config",
         "errors",
@@ -39,6 +40,22 @@ BOTTOM = LAYERS[-1]
 TESTING_MAY_IMPORT = {"errors", "last_words"}
 # Entry points, which only hand on.
 FREE = {"__init__", "__main__", "autoload"}
+
+
+# Inside of a package, from the top down; rooms of one line do not know each other. A module in no
+# room (ps/__init__.py, ddp/wrapper.py) is above all rooms: they know its type at most.
+ROOMS = {
+    "ps": (
+        {"launch", "modules"},
+        {"server", "client"},
+        {"storage"},
+        {"state"},
+        {"protocol"},
+    ),
+    "ddp": ({"features"}, {"reduce"}, {"agree"}, {"autograd"}),
+}
+# A trainer imports nothing of a server, and the other way round.
+STRANGERS = {"client": {"state", "storage", "server"}, "modules": {"state", "storage", "server"}}
 
 
 def part_of(path: Path) -> str:
@@ -84,6 +101,40 @@ def test_imports_point_downwards(path: Path) -> None:
     assert part in {*HEIGHT, *FREE, "testing"}, f"put {part} into LAYERS"
     wrong = sorted(target for target in imported_parts(path) if not is_allowed(part, target))
     assert not wrong, f"{part} must not import {', '.join(wrong)}"
+
+
+def without_types(tree: ast.Module) -> ast.Module:
+    """Drop what only a type checker imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    return tree
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Rooms of its own package that a module imports, as far as it does when it runs."""
+    package = ".".join(["paceline", *path.relative_to(SOURCE).parent.parts])
+    tree = without_types(ast.parse(path.read_text(), str(path)))
+    names = [name.split(".") for name in imported_modules(tree, package)]
+    return {name[2] for name in names if name[:2] == ["paceline", part_of(path)] and len(name) > 3}
+
+
+def is_below(part: str, room: str, target: str) -> bool:
+    height = {name: -level for level, names in enumerate(ROOMS[part]) for name in names}
+    is_strange = target in STRANGERS.get(room, ())
+    return room == target or (height.get(target, 1) < height[room] and not is_strange)
+
+
+IN_ROOMS = [
+    path for path in FILES if part_of(path) in ROOMS and len(path.relative_to(SOURCE).parts) > 2
+]
+
+
+@pytest.mark.parametrize("path", IN_ROOMS, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_rooms_know_only_those_below(path: Path) -> None:
+    part, room = path.relative_to(SOURCE).parts[:2]
+    wrong = sorted(target for target in imported_rooms(path) if not is_below(part, room, target))
+    assert not wrong, f"{part}/{room} must not import {', '.join(wrong)}"
 
 
 @pytest.mark.parametrize(

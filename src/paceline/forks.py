@@ -9,7 +9,7 @@ one looked after, waits for ever or acts for the parent. So
   (:func:`tell_children`).
 
 Shared memory is looked after elsewhere, by the kernel and for forks from C too: [Note: forks] in
-``shm/native/mapping.c``. Called by all parts; must not know any.
+``native/group/mapping.c``. Called by all parts; must not know any.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ import zmq
 
 from paceline import ps
 from paceline.ps.client.shm_link import open_shortcut
+from paceline.ps.protocol.settings import full_path
 from paceline.ps.protocol.wire import Head, Kind, pack_control
 from paceline.ps.server.descriptors import make_room
-from paceline.ps.server.listener import full_path
 from tests.ps.server.test_listener import small_server, until
 
 pytestmark = pytest.mark.usefixtures("fork_server")

@@ -22,8 +22,8 @@ import pytest
 import torch
 import zmq
 
+from paceline.native.extension import native
 from paceline.ps.client.shm_link import open_shortcut
-from paceline.ps.extension import native
 from paceline.ps.protocol.keys import ClientKeys, make_keys, read_client_keys
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.protocol.shm_ring import KNOCK, MAGIC

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline import ps
-from paceline.ps import extension
+from paceline.native import extension
 from paceline.testing import warm_up
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from paceline.native.extension import native
 from paceline.shm import BLOCKING
-from paceline.shm.extension import native
 from tests.shm.crew import Seat
 from tests.shm.jobs import STAGED, SUM, caught, wait_for
 

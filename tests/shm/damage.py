@@ -1,6 +1,6 @@
 """Ranks of a group whose shared memory is overwritten by a peer; called in a crew's seat.
 
-Offsets are those of ``native/layout.h``, as somebody would find them out who means harm.
+Offsets are those of ``native/group/layout.h``, as somebody would find them out who means harm.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 
 from paceline.errors import CollectiveError
+from paceline.native.extension import native
 from paceline.shm import Call, Connection, Refusal, SharedGroup, connect
-from paceline.shm.extension import native
 from paceline.shm.meeting import SLOT_BYTES
 from tests.shm.crew import HEAP_BYTES, Seat
 from tests.shm.jobs import one

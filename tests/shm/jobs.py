@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from paceline.errors import CollectiveError
+from paceline.native.extension import native
 from paceline.shm import ASYNC, BLOCKING, Pending, SharedGroup
-from paceline.shm.extension import native
 from tests.shm.crew import Seat
 
 SUM = native.OP_SUM

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from paceline.native.extension import native
 from paceline.shm import ASYNC, SharedGroup, connect
-from paceline.shm.extension import native
 
 
 def gather_over(end: socket.socket, rank: int) -> Any:

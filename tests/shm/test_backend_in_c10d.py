@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 from paceline.testing import run_ranks
 from paceline.torch_private import group_timeout
 

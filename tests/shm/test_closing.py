@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import CollectiveError
-from paceline.shm.extension import missing_reason, native
+from paceline.native.extension import missing_reason, native
 from paceline.testing import run_ranks
 from tests.shm import closing_jobs
 from tests.shm.crew import Crew, Played, with_crew

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 from tests.shm import damage
 from tests.shm.crew import Crew, Played, with_crew
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from paceline.shm.extension import missing_reason, native
+from paceline.native.extension import missing_reason, native
 from tests.shm import jobs
 from tests.shm.crew import Crew, Played, with_crew
 

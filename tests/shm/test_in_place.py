@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.config import TransportChoice
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from paceline.testing import run_ranks
 from paceline.transport.choose import choose_transport
 

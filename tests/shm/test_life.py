@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 from tests.shm import jobs
 from tests.shm.crew import Crew, Played, with_crew
 

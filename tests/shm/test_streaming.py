@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.native.extension import native
 from paceline.shm import streaming
-from paceline.shm.extension import native
 from paceline.testing import run_ranks
 
 

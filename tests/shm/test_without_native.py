@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.shm import extension
+from paceline.native import extension
 from paceline.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +22,10 @@ def test_the_package_imports_without_the_extension() -> None:
     """As if it had never been built."""
     code = """
 import sys
-sys.modules["paceline.shm._native"] = None
+sys.modules["paceline.native._native"] = None
 import paceline, paceline.shm.backend
 from paceline import DistributedDataParallel
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 print(missing_reason())
 """
     found = subprocess.run(

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline import ConfigurationError, SharedMemoryError
 from paceline import DistributedDataParallel as DDP
-from paceline.shm import extension
+from paceline.native import extension
 from paceline.testing import run_ranks
 
 

@@ -1,7 +1,7 @@
 """Ranks of one host, sharing memory: segments, the native core, collectives, the c10d backend.
 
 Start with :mod:`paceline.shm.group`; how ranks find each other is in :mod:`paceline.shm.connect`,
-the bytes they share in ``native/layout.h``, the proof in ``docs/protocol.md``.
+the bytes they share in ``native/group/layout.h``, the proof in ``docs/protocol.md``.
 """
 
 from paceline.shm.connect import Gather, Refusal, connect

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.native.extension import DISABLED, native
 from paceline.shm.connection import Connection
-from paceline.shm.extension import DISABLED, native
 from paceline.shm.meeting import ALIGNMENT, Meeting, Place, slots_bytes
 from paceline.shm.members import Member, by_host, describe_self
 from paceline.shm.passing import Desk, DeskGoneError

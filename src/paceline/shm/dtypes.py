@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from paceline.shm.extension import native
+from paceline.native.extension import native
 
 DTYPES: dict[torch.dtype, int] = {}
 OPS: dict[object, int] = {}

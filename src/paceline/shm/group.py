@@ -20,9 +20,9 @@ import torch
 
 from paceline.errors import CollectiveError, CollectiveTimeoutError
 from paceline.forks import Owner
+from paceline.native.extension import native
 from paceline.shm.connection import Connection
 from paceline.shm.dtypes import DTYPES, describe_request, real_view
-from paceline.shm.extension import native
 from paceline.shm.pending import FORKED, Pending
 from paceline.shm.verdicts import Witness, closed_error, error_for, forked_error
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from paceline.errors import CollectiveTimeoutError, GroupAbortedError
 from paceline.liveness import Watch
 from paceline.liveness.watch import GRACE_S, SLICE_S, Patience
+from paceline.native.extension import native
 from paceline.shm.connection import Connection
-from paceline.shm.extension import native
 from paceline.shm.group import SharedGroup
 from paceline.shm.pending import Pending
 

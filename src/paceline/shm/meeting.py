@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.liveness import Deaths
+from paceline.native.extension import native
 from paceline.shm.arena import Arena
 from paceline.shm.connection import Connection, Descriptors
-from paceline.shm.extension import native
 from paceline.shm.members import Member
 from paceline.shm.pages import PAGE_BYTES, Pages
 from paceline.shm.passing import Deadline, Desk, Visit

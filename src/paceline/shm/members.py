@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.liveness.identity import HOST_ID_VARIABLE, host_key, hostname
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 
 __all__ = ["HOST_ID_VARIABLE", "Member", "by_host", "describe_self", "host_key"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.errors import CollectiveError
-from paceline.shm.extension import native
+from paceline.native.extension import native
 
 FORKED = -1
 """A status beside the core's: this process is a child of the one that began the operation."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from paceline.shm.pages import Field, Pages, printable
 from paceline.shm.status import Status
 from paceline.shm.whereabouts import Whereabouts, find_thread

@@ -12,7 +12,7 @@ import fcntl
 import os
 from typing import Any
 
-from paceline.shm.extension import native
+from paceline.native.extension import native
 
 # <fcntl.h>; Python has these names from 3.9 on, but not everywhere.
 _F_ADD_SEALS = 1033
@@ -53,7 +53,7 @@ class Mapping:
     """A segment in this process's address space; unmapped when nothing refers to it any more.
 
     Tensors made from :meth:`view` keep it alive, so a gradient outlives its group. A forked child
-    has private memory in its place ([Note: forks] in ``native/mapping.c``).
+    has private memory in its place ([Note: forks] in ``native/group/mapping.c``).
 
     Args:
         descriptor: Of the segment; the caller's to close.

@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline import last_words
 from paceline.last_words import LastWords
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from paceline.shm.members import Member
 from paceline.shm.pages import Field, Pages, printable
 

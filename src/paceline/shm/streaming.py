@@ -1,10 +1,10 @@
-"""Large scaled copies past the caches, by the native core (``native/streaming.c``)."""
+"""Large scaled copies past the caches, by the native core (``native/group/streaming.c``)."""
 
 from __future__ import annotations
 
 import torch
 
-from paceline.shm.extension import native
+from paceline.native.extension import native
 
 LARGE_BYTES = 1 << 17
 """Below this torch is as fast; a bucket's small gradients come several at a time anyway."""

@@ -22,9 +22,9 @@ from paceline.errors import (
     PeerLostError,
 )
 from paceline.liveness import Deaths
+from paceline.native.extension import native
 from paceline.shm.connection import Connection
 from paceline.shm.dtypes import describe_request
-from paceline.shm.extension import native
 from paceline.shm.members import Member
 from paceline.shm.pages import Field, printable
 from paceline.shm.status import Status, first_cause, tell_end

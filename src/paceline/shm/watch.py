@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from paceline.native.extension import native
 from paceline.shm.dtypes import describe_request
-from paceline.shm.extension import native
 from paceline.shm.members import Member
 from paceline.shm.mismatch import Evidence, find_deadlock
 from paceline.shm.pages import Field, printable

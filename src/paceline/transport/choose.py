@@ -15,9 +15,9 @@ import torch.distributed as dist
 from paceline.config import BACKEND_NAME, TransportChoice
 from paceline.errors import ConfigurationError, SharedMemoryError
 from paceline.liveness import watch_of
+from paceline.native.extension import DISABLE_VARIABLE
 from paceline.shm import Refusal, connect
 from paceline.shm.connect import Gather
-from paceline.shm.extension import DISABLE_VARIABLE
 from paceline.shm.lanes import CHANNELS
 from paceline.shm.staged import HEAP_BYTES
 from paceline.transport.c10d import C10dTransport

@@ -15,8 +15,8 @@ from torch import nn
 
 from paceline import CollectiveError
 from paceline import DistributedDataParallel as DDP
+from paceline.native.extension import missing_reason
 from paceline.shm import watch
-from paceline.shm.extension import missing_reason
 from paceline.shm.mismatch import Evidence, find_deadlock
 from paceline.shm.whereabouts import EVERYBODY, Whereabouts
 from paceline.testing import run_ranks

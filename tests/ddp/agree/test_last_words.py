@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.last_words import last_words_of
-from paceline.shm.extension import missing_reason
+from paceline.native.extension import missing_reason
 
 pytestmark = [
     pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason())),

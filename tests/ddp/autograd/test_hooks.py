@@ -13,7 +13,7 @@ from torch import nn
 from paceline import DistributedDataParallel as DDP
 from paceline.ddp.autograd import hooks as taps
 from paceline.ddp.autograd.hooks import Inbox, PythonInbox, make_inbox
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from paceline.testing import run_ranks
 from tests.ddp.compare import batch
 from tests.ddp.models import mlp

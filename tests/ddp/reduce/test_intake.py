@@ -21,7 +21,7 @@ from paceline import DistributedDataParallel as DDP
 from paceline.buckets import BucketSpec, ParameterSpec
 from paceline.buckets.bucket import Bucket
 from paceline.ddp.autograd.hooks import PythonInbox
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from paceline.testing import run_ranks
 from paceline.torch_private import tensor_exchange
 from tests.ddp.compare import batch

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline import ps
+from paceline.native.extension import native
 from paceline.ps.client import message_plan as planner
 from paceline.ps.client.bag_pooling import Pool
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_parts import RowsPart
-from paceline.ps.extension import native
 from tests.ps.groups import SHARDINGS, batches, make_group
 
 ROWS = 40

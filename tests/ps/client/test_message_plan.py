@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import IdRangeError, ps
+from paceline.native.extension import native
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_plan import NativePlan, NumpyPlan, Plan, planned
-from paceline.ps.extension import native
 from tests.ps.groups import SHARDINGS, batches, flat, make_group
 
 needs_core = pytest.mark.skipif(native is None, reason="the native core is not built")

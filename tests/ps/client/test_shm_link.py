@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from paceline import ps
+from paceline.native.extension import DISABLE_VARIABLE, native
 from paceline.ps.client.batch import flat_bags
 from paceline.ps.client.link import News
 from paceline.ps.client.shm_link import Shortcut, open_shortcut
-from paceline.ps.extension import native
 from paceline.ps.protocol.shm_ring import CAPACITY, KNOCK, MAGIC, door_path
 from paceline.ps.server import shm_listener as door
 from paceline.ps.server.descriptors import make_room
-from paceline.shm.extension import DISABLE_VARIABLE
 from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(native is None, reason="the native core was not built")

@@ -11,9 +11,9 @@ import torch._dynamo  # the first optimizer step would, and change the environme
 from torch import Tensor, nn
 
 from paceline import ps
+from paceline.native.extension import native
 from paceline.ps.client import batch as inputs
 from paceline.ps.client import message_plan as planner
-from paceline.ps.extension import native
 from paceline.testing import warm_up
 
 STEPS = 50

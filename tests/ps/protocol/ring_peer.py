@@ -12,7 +12,7 @@ from typing import Any
 
 
 def load(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location("paceline.ps._native", path)
+    spec = importlib.util.spec_from_file_location("paceline.native._native", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.ps.extension import native
+from paceline.native.extension import native
 from tests.ps.protocol.ring_peer import frames_of
 
 pytestmark = pytest.mark.skipif(native is None, reason="the native core was not built")

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from paceline import ServerLostError, ServerStartError, ps
-from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.protocol.settings import ServerSettings, full_path
 from paceline.ps.server.descriptors import Room, used
-from paceline.ps.server.listener import Gate, full_path
+from paceline.ps.server.listener import Gate
 from tests.ps.protocol.test_fuzz import serve_with_log
 
 LIMIT = 160

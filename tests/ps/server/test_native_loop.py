@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.ps import extension
+from paceline.native import extension
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, read_head
 from paceline.ps.server import native_loop as attendant
 from paceline.ps.server.dispatch import Later

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import ps
-from paceline.ps import extension
+from paceline.native import extension
 from paceline.ps.protocol.table_spec import Init, Shard, Sharding, Start, TableSpec
 from paceline.ps.protocol.wire import (
     Dtype,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-NATIVE = Path(__file__).parents[3] / "src" / "paceline" / "shm" / "native"
+NATIVE = Path(__file__).parents[3] / "src" / "paceline" / "native" / "group"
 STRESS = Path(__file__).with_name("stress.c")
 SOURCES = ("sync.c", "engine.c", "kernels.c", "progress.c", "faults.c", "streaming.c")
 COMPILER = shutil.which(os.environ.get("CC", "cc"))

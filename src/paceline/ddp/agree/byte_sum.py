@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.shm.extension import native
+from paceline.native.extension import native
 
 
 def write_bytes(tail: torch.Tensor, data: bytearray) -> None:

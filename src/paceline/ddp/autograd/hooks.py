@@ -21,7 +21,7 @@ import torch
 
 from paceline.buckets import Slot
 from paceline.ddp.autograd.unused import find_tensors
-from paceline.shm.extension import native
+from paceline.native.extension import native
 from paceline.torch_private import never_compiled, tensor_exchange
 
 WAITING_BYTES = 4 << 20

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import BagsError
+from paceline.native.extension import native
 from paceline.ps.client.row_plan import Ints
 from paceline.ps.client.table_config import TableConfig
-from paceline.ps.extension import native
 
 _INTEGERS = (torch.int64, torch.int32)
 

@@ -1,7 +1,7 @@
 """The plan of a batch for one group of tables: its rows, and what each server is sent.
 
 Called by ``ps/client/table_set.py`` and ``ps/client/row_io.py``. The native core
-(``native/plan.c``) does all of it in one call. Where there is none, and where it refuses, numpy
+(``native/ps/plan.c``) does all of it in one call. Where there is none, and where it refuses, numpy
 does the same (``ps/client/row_plan.py``), and says what is wrong.
 
 [Note: abreast]
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.native.extension import native
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.row_plan import Flags, Found, Ints
 from paceline.ps.client.table_group import Group
-from paceline.ps.extension import native
 from paceline.ps.protocol.wire import RECORD, Frame
 
 

@@ -11,8 +11,7 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.ps.protocol.settings import IPC
-from paceline.ps.server.listener import full_path
+from paceline.ps.protocol.settings import IPC, full_path
 from paceline.shm.passing import is_same_user
 
 

@@ -176,7 +176,7 @@ class Layout:
 
 
 def _packed(rows: Sequence[int], sharding: Sharding, servers: int, homes: Sequence[int]) -> bytes:
-    """As ``Layout`` of ``native/plan.c``. Cut by rows on one server is whole on that server."""
+    """As ``Layout`` of ``native/ps/plan.c``. Cut by rows on one server is whole on that server."""
     is_whole = sharding is Sharding.TABLE or servers == 1
     homes = homes if sharding is Sharding.TABLE else [0] * len(rows)
     kind = 0 if is_whole else 1 if sharding is Sharding.HASH else 2

@@ -109,3 +109,8 @@ def check_socket_name(path: str) -> None:
             f"ipc://{path} is a socket without a file, which any user of this host may connect to, "
             "or take the name of: use ipc://PATH, or tcp://127.0.0.1:PORT with keys"
         )
+
+
+def full_path(path: Path) -> Path:
+    """Where the socket's file is while the server is full."""
+    return path.with_name(path.name + ".full")

@@ -1,7 +1,7 @@
 """Memory that a trainer and a server of one host share, and the words in which it is handed over.
 
 Called by both ends: ``ps/server/shm_listener.py`` (server) and ``ps/client/shm_link.py`` (trainer).
-How messages lie in that memory is in ``native/ring.h``.
+How messages lie in that memory is in ``native/ps/ring.h``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.ps.extension import native
+from paceline.native.extension import DISABLE_VARIABLE, native
 from paceline.ps.protocol.settings import IPC
-from paceline.shm.extension import DISABLE_VARIABLE
 
 CAPACITY = 1 << 20
 """Bytes of each of the two rings. A message takes at most half of one."""

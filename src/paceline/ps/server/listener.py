@@ -9,7 +9,7 @@ for one (``accept`` with EMFILE). So it must not come to that, whatever the serv
   while nobody comes.
 - When a connection was accepted, it counts descriptors every millisecond until the number stays the
   same, without the lock of the interpreter, which the server's loop may hold for long
-  (``native/guard.c``; without a native core it counts once for each news).
+  (``native/ps/guard.c``; without a native core it counts once for each news).
 - When too many are in use, it renames the socket's file: nobody finds it any more, and trainers
   try again. What libzmq may still accept then is the queue of the kernel, ``_BACKLOG``, and what it
   accepted before the thread was awake: the reserve of ``ps/server/descriptors.py`` is for those.
@@ -32,7 +32,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from paceline.ps.extension import native
+from paceline.native.extension import native
+from paceline.ps.protocol.settings import full_path
 from paceline.ps.server.descriptors import Room, used
 from paceline.ps.server.private import listen_privately
 
@@ -138,8 +139,3 @@ class Gate:
                 "(ulimit -n, LimitNOFILE=), or start fewer trainers for each server",
                 *(used(), self._room.limit),
             )
-
-
-def full_path(path: Path) -> Path:
-    """Where the socket's file is while the server is full."""
-    return path.with_name(path.name + ".full")

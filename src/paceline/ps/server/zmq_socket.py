@@ -25,9 +25,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import ServerStartError
 from paceline.ps.protocol.keys import ServerKeys, read_server_keys
-from paceline.ps.protocol.settings import ServerSettings
+from paceline.ps.protocol.settings import ServerSettings, full_path
 from paceline.ps.server.descriptors import Room
-from paceline.ps.server.listener import Gate, full_path
+from paceline.ps.server.listener import Gate
 from paceline.ps.server.private import private_umask
 from paceline.ps.server.refusal_log import RefusalLog
 

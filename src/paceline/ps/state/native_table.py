@@ -1,7 +1,7 @@
 """What Python and the native core share of a table: facts, addresses, and its step.
 
 Owned by a ``Table``, which tells it where it gets and drops its storage; read by ``native/*.c`` as
-the ``pl_entry`` of ``native/rows.h``, whose [Note: addresses] says why no address is ever old.
+the ``pl_entry`` of ``native/ps/rows.h``, whose [Note: addresses] says why no address is ever old.
 Without a native core only the step is used.
 """
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
-from paceline.ps import extension
+from paceline.native import extension
 from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
 from paceline.ps.protocol.wire import ALIGNMENT, Frame, Head, Kind, Message, pack_head, unpack
 from paceline.ps.state.clients import Admission, Clients

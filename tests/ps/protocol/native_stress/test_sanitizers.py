@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-NATIVE = Path(__file__).parents[4] / "src" / "paceline" / "ps" / "native"
+NATIVE = Path(__file__).parents[4] / "src" / "paceline" / "native" / "ps"
 STRESS = Path(__file__).with_name("stress.c")
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-warning-option")

@@ -1,14 +1,11 @@
-/* What the files that know Python tell each other; core.h is for those that do not. */
-#ifndef PACELINE_PYTHON_H
-#define PACELINE_PYTHON_H
+/* What the files of this folder tell each other. */
+#ifndef PACELINE_WRAPPER_H
+#define PACELINE_WRAPPER_H
 
 #include <Python.h>
 
 /* inbox.c: add the type Inbox to the module; -1 with an exception set. */
 int pl_add_inbox(PyObject *module);
-
-/* mapping.c: add the type Mapping to the module, and see to forks; -1 with an exception set. */
-int pl_add_mapping(PyObject *module);
 
 /* intake.c: once; -1 with an exception set. */
 int pl_prepare_intake(void);

@@ -290,7 +290,7 @@ static PyType_Slot slots[] = {
 };
 
 static PyType_Spec spec = {
-    .name = "paceline.ps._native.Pair",
+    .name = "paceline.native._native.Pair",
     .basicsize = sizeof(PairObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = slots,

@@ -2,9 +2,8 @@
  *
  * Each file is one purpose with functions for Python: `plan.c` for the trainer's plan of a batch,
  * `rows.c` for the rows of a server, `pair.c` for messages in shared memory, over `ring.c`,
- * `attend.c` for a server's loop over both, `guard.c` for who may connect to it. `module.c` puts them
- * together. Only the stable ABI is used. Everything here has a way around it in Python, for where
- * there is no compiler (`ps/extension.py`). */
+ * `attend.c` for a server's loop over both, `guard.c` for who may connect to it. `ps_module.c`
+ * adds them to the module. */
 #ifndef PACELINE_PS_NATIVE_H
 #define PACELINE_PS_NATIVE_H
 

@@ -1,7 +1,6 @@
 /* What Python sees of the native core: `Core`, `Operation`, and the constants of the layout.
  *
- * With mapping.c, inbox.c and bytes.c, the only file here that knows Python; all use the stable ABI only, so that one
- * build serves every later version. It checks nothing that shm/group.py has checked: addresses are
+ * With mapping.c the only file of this folder that knows Python. It checks nothing that shm/group.py has checked: addresses are
  * taken as they come. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -11,7 +10,8 @@
 #include <unistd.h>
 
 #include "core.h"
-#include "python.h"
+#include "group.h"
+#include "module.h"
 
 /* How long a wait goes on before it looks for Ctrl-C. */
 #define SIGNAL_CHECK_NS UINT64_C(50000000)
@@ -43,7 +43,7 @@ static bool is_usable(CoreObject *self) {
 /* --- Operation --------------------------------------------------------------------------------- */
 
 static void operation_dealloc(OperationObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pl_operation_release(self->operation);
     Py_DECREF(self->owner);
     PyObject_Free(self);
@@ -137,7 +137,7 @@ static PyType_Slot operation_slots[] = {
 };
 
 static PyType_Spec operation_spec = {
-    .name = "paceline.shm._native.Operation",
+    .name = "paceline.native._native.Operation",
     .basicsize = sizeof(OperationObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = operation_slots,
@@ -224,7 +224,7 @@ static PyObject *wrap(CoreObject *self, pl_operation *operation) {
         pl_operation_release(operation);
         return NULL;
     }
-    Py_INCREF(self);
+    Py_INCREF((PyObject *)self);
     object->owner = self;
     object->operation = operation;
     return (PyObject *)object;
@@ -325,7 +325,7 @@ static int core_init(CoreObject *self, PyObject *args, PyObject *kwargs) {
 }
 
 static void core_dealloc(CoreObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
     pl_core *core = self->core;
     /* In a forked child there is no thread to join, and locks may be held by nobody. */
     if (core != NULL && core->owner_pid == (int)getpid()) {
@@ -510,7 +510,7 @@ static PyType_Slot core_slots[] = {
 };
 
 static PyType_Spec core_spec = {
-    .name = "paceline.shm._native.Core",
+    .name = "paceline.native._native.Core",
     .basicsize = sizeof(CoreObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = core_slots,
@@ -603,10 +603,6 @@ static PyMethodDef module_methods[] = {
      "cut(count, parts, index, itemsize) -> the first element of a slice"},
     {"scale_f32", (PyCFunction)(void (*)(void))native_scale_f32, METH_FASTCALL,
      "scale_f32(target, source, count, factor): a copy past the caches"},
-    {"write_floats", (PyCFunction)(void (*)(void))pl_write_floats, METH_FASTCALL,
-     "write_floats(address, bytearray): bytes as float32 numbers"},
-    {"read_floats", (PyCFunction)(void (*)(void))pl_read_floats, METH_FASTCALL,
-     "read_floats(address, count) -> bytes"},
     {"can_reduce", native_can_reduce, METH_VARARGS, "can_reduce(DTYPE_*, OP_*) -> bool"},
     {NULL, NULL, 0, NULL},
 };
@@ -690,29 +686,19 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTyp
     return PyModule_AddObject(module, name, type);
 }
 
-static struct PyModuleDef definition = {
-    .m_base = PyModuleDef_HEAD_INIT,
-    .m_name = "paceline.shm._native",
-    .m_doc = "Atomics, futex waits, reduction kernels and the progress thread. See core.h.",
-    .m_size = -1,
-    .m_methods = module_methods,
-};
-
-PyMODINIT_FUNC PyInit__native(void) {
-    PyObject *module = PyModule_Create(&definition);
-    if (module == NULL)
-        return NULL;
-    forked_error = PyErr_NewException("paceline.shm._native.ForkedError", PyExc_RuntimeError, NULL);
+int pl_add_group(PyObject *module) {
+    forked_error =
+        PyErr_NewException("paceline.native._native.ForkedError", PyExc_RuntimeError, NULL);
     if (forked_error == NULL)
-        return NULL;
+        return -1;
     Py_INCREF(forked_error);
     if (PyModule_AddObject(module, "ForkedError", forked_error) != 0 ||
+        PyModule_AddFunctions(module, module_methods) != 0 ||
         add_type(module, "Operation", &operation_spec, &operation_type) != 0 ||
-        add_type(module, "Core", &core_spec, NULL) != 0 || pl_add_mapping(module) != 0 ||
-        pl_add_inbox(module) != 0)
-        return NULL;
+        add_type(module, "Core", &core_spec, NULL) != 0 || pl_add_mapping(module) != 0)
+        return -1;
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) != 0)
-            return NULL;
-    return module;
+            return -1;
+    return 0;
 }

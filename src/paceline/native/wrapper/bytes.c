@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "python.h"
+#include "wrapper.h"
 
 /* write_floats(address, bytearray): number i becomes byte i. */
 PyObject *pl_write_floats(PyObject *module, PyObject *const *args, Py_ssize_t count) {

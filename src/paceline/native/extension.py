@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
 from typing import Any
 
-try:
-    _module = importlib.import_module("paceline.shm._native")
-except ImportError:
-    _module = None  # type: ignore[assignment]
-
-native: Any = _module
-"""The extension module (``native/module.c``), or None."""
+NATIVE_VARIABLE = "PACELINE_DISABLE_NATIVE"
+"""Leaves all of it out: gradients go over the process group, servers and hooks are Python's."""
 
 DISABLE_VARIABLE = "PACELINE_DISABLE_SHM"
+"""Leaves shared memory alone; the rest of the native core is used."""
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "") not in ("", "0")
+
+
+_module: Any = None
+if not _is_set(NATIVE_VARIABLE):
+    with contextlib.suppress(ImportError):
+        _module = importlib.import_module("paceline.native._native")
+
+native: Any = _module
+"""The extension module (``native/module.c``), or None: then Python does the same, slower."""
+
 DISABLED = f"{DISABLE_VARIABLE} is set"
 
 
@@ -23,8 +34,10 @@ def missing_reason() -> str | None:
     """Say what this process lacks to share memory with others; None if nothing."""
     if sys.platform != "linux":
         return f"it needs Linux (memfd, futex), and this is {sys.platform}"
-    if os.environ.get(DISABLE_VARIABLE, "") not in ("", "0"):
+    if _is_set(DISABLE_VARIABLE):
         return DISABLED
+    if _is_set(NATIVE_VARIABLE):
+        return f"{NATIVE_VARIABLE} is set"
     if native is None:
         return (
             "the native core is not there, because the package was installed without a C compiler; "

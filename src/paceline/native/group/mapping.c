@@ -19,7 +19,7 @@
  * All mappings are in one list, under a lock that is taken before a fork and released after it in
  * both processes: the child finds the list whole. */
 #define PY_SSIZE_T_CLEAN
-#include "python.h"
+#include "group.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -174,7 +174,7 @@ static PyType_Slot slots[] = {
 };
 
 static PyType_Spec spec = {
-    .name = "paceline.shm._native.Mapping",
+    .name = "paceline.native._native.Mapping",
     .basicsize = sizeof(MappingObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = slots,

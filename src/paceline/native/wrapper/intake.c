@@ -11,7 +11,7 @@
 
 #include "core.h"
 #include "dlpack.h"
-#include "python.h"
+#include "wrapper.h"
 
 #define LARGE_BYTES (1 << 17) /* from here on past the caches, and without the interpreter lock */
 

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "python.h"
+#include "wrapper.h"
 
 typedef struct {
     PyObject_HEAD
@@ -71,7 +71,7 @@ static int inbox_init(InboxObject *self, PyObject *args, PyObject *kwargs) {
 }
 
 static void inbox_dealloc(InboxObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(self->tell);
     Py_XDECREF(self->slots);
     free(self->items);
@@ -173,7 +173,7 @@ static PyObject *inbox_tap(InboxObject *self, PyObject *args) {
     TapObject *tap = PyObject_New(TapObject, tap_type);
     if (tap == NULL)
         return NULL;
-    Py_INCREF(self);
+    Py_INCREF((PyObject *)self);
     tap->inbox = self;
     tap->index = index;
     tap->large_bytes = large_bytes;
@@ -227,7 +227,7 @@ static PyType_Slot inbox_slots[] = {
 };
 
 static PyType_Spec inbox_spec = {
-    .name = "paceline.shm._native.Inbox",
+    .name = "paceline.native._native.Inbox",
     .basicsize = sizeof(InboxObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = inbox_slots,
@@ -236,7 +236,7 @@ static PyType_Spec inbox_spec = {
 /* --- Tap --------------------------------------------------------------------------------------- */
 
 static void tap_dealloc(TapObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_DECREF(self->inbox);
     PyObject_Free(self);
     Py_DECREF(type);
@@ -290,7 +290,7 @@ static PyType_Slot tap_slots[] = {
 };
 
 static PyType_Spec tap_spec = {
-    .name = "paceline.shm._native.Tap",
+    .name = "paceline.native._native.Tap",
     .basicsize = sizeof(TapObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = tap_slots,

@@ -413,7 +413,7 @@ static PyType_Slot slots[] = {
 };
 
 static PyType_Spec spec = {
-    .name = "paceline.ps._native.Attendant",
+    .name = "paceline.native._native.Attendant",
     .basicsize = sizeof(AttendantObject),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = slots,
