@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -263,7 +264,11 @@ def gloo_options(timeout: datetime.timedelta, threads: int) -> Any:
     """What a gloo group is made with, if not only with a time-out."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_default_device()]
+    # As torch does where it is given a time-out only.
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+        gloo.create_default_device()
+    ]
     options._timeout = timeout
     options._threads = threads
     return options
