@@ -9,6 +9,11 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 TYPED  := $(wildcard src examples benchmarks)
 # Where Debian keeps ip and tc; not on everybody's path.
 export PATH := $(PATH):/usr/sbin:/sbin
+# Programs that tests start would compile all of the package each time.
+unexport PYTHONDONTWRITEBYTECODE
+# Test files are shared among this many processes, each with ranks of its own.
+WORKERS ?= 2
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # Extra arguments: make unit ARGS="-k ranks -x"
 ARGS   ?=
 
@@ -26,7 +31,7 @@ demo: $(VENV)/.installed-demo ## train a small network on 2 ranks (ARGS="--ranks
 	@$(BIN)/paceline demo $(ARGS)
 
 test: lint types iproute2 ## lint, types, and the tests that show that it works
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-dev iproute2 ## what `make test` leaves out: attacks, soaks, large runs
 	$(BIN)/python -m pytest -m slow $(ARGS)

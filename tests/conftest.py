@@ -2,13 +2,15 @@
 
 A test fails if it leaves behind a thread, a child process (of ours or of the forkserver), a file
 descriptor, shared memory (mapped, or a file in /dev/shm), or a changed environment variable. A test
-that must leave something says so: ``@pytest.mark.may_leave("environ")``.
+that must leave something says so: ``@pytest.mark.may_leave("environ")``. Only what this process and
+its children made counts: other tests may run beside these.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -19,8 +21,16 @@ from typing import Any
 
 import pytest
 
+from paceline.testing.ranks import warm_up
+
 # What is slow to disappear gets this long before it counts as left behind.
-PATIENCE_S = 3.0
+PATIENCE_S = 30.0
+# The first looks, at most this long, come without a garbage collection: with torch it takes 0.2 s.
+WITHOUT_COLLECTION_S = 0.1
+# As many tests are worth a fork server that is warm before the first of them asks for ranks.
+MANY = 20
+# What does not disappear by itself.
+LASTING = {"environ"}
 # Set by libraries when they are first imported, or by pytest for each test.
 IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 
@@ -41,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the fork server: thousands of ranks need not import what all of them use."""
+    if len(session.items) > MANY and not session.config.option.collectonly:
+        warm_up(["paceline.ddp", "paceline.hooks"])
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compare the process before and after the test."""
@@ -53,19 +69,17 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _wait_clean(looks: dict[str, Callable[[], set[Any]]], before: dict[str, set[Any]]) -> list[str]:
-    until_s = time.monotonic() + PATIENCE_S
-    pause_s = 0.0
+    began_s = time.monotonic()
+    pause_s = 0.002
     while True:
-        left = {kind: look() - before[kind] for kind, look in looks.items()}
-        # Shared memory can belong to somebody else's process: asked only when there is some.
-        if left.get("shm"):
-            left["shm"] = {name for name in left["shm"] if not _is_foreign(name)}
-        found = [f"{kind}: {sorted(map(str, items))}" for kind, items in left.items() if items]
-        if not found or time.monotonic() > until_s:
-            return found
-        gc.collect()
+        left = {kind: found for kind, look in looks.items() if (found := look() - before[kind])}
+        waited_s = time.monotonic() - began_s
+        if left.keys() <= LASTING or waited_s > PATIENCE_S:
+            return [f"{kind}: {sorted(map(str, found))}" for kind, found in left.items()]
+        if waited_s > WITHOUT_COLLECTION_S:
+            gc.collect()
         time.sleep(pause_s)
-        pause_s = min(0.2, pause_s + 0.02)
+        pause_s = min(0.2, 2 * pause_s)
 
 
 def _threads() -> set[threading.Thread]:
@@ -90,51 +104,43 @@ def _descriptors() -> set[tuple[int, str]]:
     return found
 
 
-def _children() -> set[str]:
+def own_processes() -> set[int]:
+    """The children of this process and of the fork server, those two left out."""
     server = forkserver._forkserver._forkserver_pid
-    parents = {os.getpid(), server}
-    kept = {server, resource_tracker._resource_tracker._pid}
-    return {
-        f"pid {pid} ({name})"
-        for pid, name, parent in _processes()
-        if parent in parents and pid not in kept
-    }
+    found = _children_of(os.getpid()) | (_children_of(server) if server else set())
+    return found - {server, resource_tracker._resource_tracker._pid}
 
 
-def _processes() -> Iterator[tuple[int, str, int]]:
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                text = Path(f"/proc/{entry}/stat").read_text()
-            except OSError:  # it ended meanwhile
-                continue
-            head, _, tail = text.rpartition(")")
-            yield int(entry), head.partition("(")[2], int(tail.split()[1])
+def _children_of(pid: int) -> set[int]:
+    found = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found |= {int(word) for word in path.read_text().split()}
+        except OSError:  # the thread ended meanwhile
+            continue
+    return found
+
+
+def _children() -> set[str]:
+    return {f"pid {pid} ({_program(pid)})" for pid in own_processes()}
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "ended meanwhile"
 
 
 def _shared_memory() -> set[str]:
-    names = {f"/dev/shm/{name}" for name in os.listdir(SHM)} if SHM.is_dir() else set()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line[73:]
-        if path.startswith(("/dev/shm/", "/memfd:")) and "libffi" not in path:
-            names.add(path)
-    return names
-
-
-def _is_foreign(name: str) -> bool:
-    """Say whether another program holds this file of /dev/shm: not ours to judge."""
-    if not name.startswith("/dev/shm/"):
-        return False
-    ours = {os.getpid(), forkserver._forkserver._forkserver_pid}
-    for pid, _, parent in _processes():
-        if pid in ours or parent in ours:
-            continue
-        try:
-            if name in Path(f"/proc/{pid}/maps").read_text():
-                return True
-        except OSError:
-            continue
-    return False
+    """What is mapped; and files in /dev/shm that name one of our processes, as torch's do."""
+    maps = Path("/proc/self/maps").read_text()
+    found = set(re.findall(r" (/(?:dev/shm/|memfd:(?!libffi)).*)", maps))
+    files = {name: set(re.findall(r"\d+", name)) for name in os.listdir(SHM)}
+    if any(files.values()):
+        ours = {str(pid) for pid in {os.getpid(), *own_processes()}}
+        found |= {str(SHM / name) for name, numbers in files.items() if numbers & ours}
+    return found
 
 
 LOOKS: dict[str, Callable[[], set[Any]]] = {"threads": _threads, "environ": _environ}

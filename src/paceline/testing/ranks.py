@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -34,7 +34,8 @@ T = TypeVar("T")
 # Imported once, in the forkserver. torch._dynamo: every first optimizer step imports it, 1 s.
 _PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "paceline.testing.rank_process")
 # Slow to import, and ranks need them if the caller has them: test modules import them.
-_PRELOAD_IF_LOADED = ("numpy", "pytest", "hypothesis")
+_PRELOAD_IF_LOADED = ("numpy", "pytest", "hypothesis", "cloudpickle")
+_PRELOAD_LAST = "paceline.testing.frozen"
 
 
 def run_ranks(
@@ -101,13 +102,16 @@ def run_ranks(
     return [unpack(value) for value in packed]
 
 
-def warm_up() -> None:
+def warm_up(modules: Sequence[str] = ()) -> None:
     """Start the fork server if there is none; it imports torch meanwhile, and this does not wait.
 
     Never needed: the first ``run_ranks`` does it. A program that has something else to do first
     saves that time.
+
+    Args:
+        modules: What it imports on top, so that no rank has to; in the environment of now.
     """
-    _forkserver()
+    _forkserver(modules)
     forkserver.ensure_running()
 
 
@@ -141,10 +145,11 @@ def _started(specs: list[RankSpec]) -> Iterator[list[RankHandle]]:
             handle.close()
 
 
-def _forkserver() -> ForkServerContext:
+def _forkserver(more: Sequence[str] = ()) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     warm = [name for name in _PRELOAD_IF_LOADED if name in sys.modules]
-    context.set_forkserver_preload([*_PRELOAD, *warm])  # no effect once the server runs
+    # No effect once the server runs.
+    context.set_forkserver_preload([*_PRELOAD, *warm, *more, _PRELOAD_LAST])
     return context
 
 
