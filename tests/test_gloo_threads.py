@@ -106,12 +106,12 @@ def test_waits_for_a_thread_that_is_at_work() -> None:
     thread = threading.Thread(target=pose_as_worker)
     thread.start()
     try:
-        assert is_named.wait(10)
+        assert is_named.wait(60)
         assert len(gloo_threads.gloo_workers()) == 1
         assert not gloo_threads.settle_gloo(patience_s=0.1)
         threading.Timer(0.1, may_end.set).start()
         assert gloo_threads.settle_gloo(patience_s=10)
     finally:
         may_end.set()
-        thread.join(10)
+        thread.join(60)
     assert gloo_threads.gloo_workers() == []

@@ -189,7 +189,7 @@ def test_ctrl_c_leaves_nothing_running() -> None:
         _wait_until(lambda: len(_session(session)) >= 6)  # itself, and 5 that do the work
         time.sleep(1.0)
         os.killpg(session, signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.strip() == "paceline: interrupted; all ranks are stopped"
     _wait_until(lambda: not _session(session))
@@ -209,7 +209,7 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _wait_until(condition: Any, timeout_s: float = 30.0) -> None:
+def _wait_until(condition: Any, timeout_s: float = 60.0) -> None:
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "it took too long"

@@ -88,13 +88,13 @@ class TestDemo:
             process.stdout.readline()  # the ranks are starting, or training by now
             time.sleep(1.0)
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
         assert errors == "paceline: interrupted; all ranks are stopped\n"
         assert wait_group_gone(process.pid)
 
 
-def wait_group_gone(group: int, within_s: float = 10.0) -> bool:
+def wait_group_gone(group: int, within_s: float = 60.0) -> bool:
     until_s = time.monotonic() + within_s
     while time.monotonic() < until_s:
         try:

@@ -102,7 +102,7 @@ def test_serve_until_ctrl_c(tmp_path: Path) -> None:
         with pytest.raises(ServerStartError, match="the address is in use"):
             start_here(ServerSettings(address))
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         assert "paceline ps: ended" in out
     assert not (tmp_path / "socket").exists()

@@ -55,7 +55,7 @@ def test_an_idle_crew_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew_module, "IDLE_S", 0.05)
     model = paceline.DataParallel(ThreadIds(), CPUS)
     model(torch.zeros(2))
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 60
     while replica_threads() and time.monotonic() < until_s:
         time.sleep(0.01)
     assert not replica_threads()
@@ -125,25 +125,24 @@ def test_a_wrapper_inside_of_a_wrapper() -> None:
 
 
 class Endless(nn.Module):
-    def __init__(self) -> None:
+    """Runs until it is interrupted, which happens as soon as both replicas run."""
+
+    def __init__(self, number: signal.Signals) -> None:
         super().__init__()
-        self.started = 0
+        self.both_run = threading.Barrier(2, lambda: os.kill(os.getpid(), number))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.min() >= 0:
+            self.both_run.wait()
         while x.min() >= 0:
             time.sleep(0.005)
         return x
 
 
 def test_ctrl_c_ends_all_replicas_and_the_wrapper_stays_usable() -> None:
-    model = paceline.DataParallel(Endless(), CPUS)
-    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    start_s = time.monotonic()
+    model = paceline.DataParallel(Endless(signal.SIGINT), CPUS)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2))
-    assert time.monotonic() - start_s < 3
-    timer.join()
     assert not replica_threads()
     assert model(-torch.ones(2)).tolist() == [-1, -1]
 
@@ -153,14 +152,11 @@ def test_an_exception_of_a_signal_handler_ends_them_too() -> None:
         raise TimeoutError("too slow")
 
     before = signal.signal(signal.SIGUSR1, alarm)
-    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    timer.start()
     try:
         with pytest.raises(TimeoutError, match="too slow"):
-            paceline.DataParallel(Endless(), CPUS)(torch.ones(2))
+            paceline.DataParallel(Endless(signal.SIGUSR1), CPUS)(torch.ones(2))
     finally:
         signal.signal(signal.SIGUSR1, before)
-        timer.join()
     assert not replica_threads()
 
 
@@ -185,7 +181,7 @@ def test_a_forked_child_has_its_own_crews() -> None:
             os._exit(0 if work() == [1, 2] else 1)
         finally:
             os._exit(2)
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < until_s:
         time.sleep(0.01)
     if ended == (0, 0):
@@ -197,15 +193,13 @@ def test_a_forked_child_has_its_own_crews() -> None:
 
 def test_the_interpreter_ends_at_once_with_an_idle_crew() -> None:
     script = (
-        "import time, torch, paceline, paceline.dp.crew\n"
+        "import torch, paceline, paceline.dp.crew\n"
         "paceline.dp.crew.IDLE_S = 1000.0\n"
         "paceline.DataParallel(torch.nn.Linear(2, 2), ['cpu', 'cpu'])(torch.ones(2, 2))\n"
-        "print(time.time())\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True
     )
-    assert time.time() - float(done.stdout) < 30  # far less than the crew would wait
     assert done.stderr == ""
 
 
@@ -294,7 +288,7 @@ def test_when_a_thread_cannot_be_started_the_others_end(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
         paceline.parallel_apply([abs, abs], [(1,), (2,)], devices=CPUS)
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 60
     while replica_threads() and time.monotonic() < until_s:
         time.sleep(0.01)
     assert not replica_threads()

@@ -239,7 +239,7 @@ def test_no_thread_outlives_model_and_group() -> None:
         del model
         dist.destroy_process_group()
         gc.collect()
-        thread.join(timeout=5)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
     run_ranks(1, on_rank)

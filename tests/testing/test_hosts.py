@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from paceline.testing.hosts import (
     test_hosts,
 )
 from paceline.testing.namespaces import sent_bytes
+from tests.conftest import own_processes
 
 REASON = hosts_unavailable_reason()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -45,18 +48,39 @@ def timed_sum(numel: int) -> float:
     return time.perf_counter() - start_s
 
 
-def namespaces_in_use() -> set[str]:
-    """The network namespaces that a process is in, or holds open."""
+def namespaces_in_use(pids: set[int] | None = None) -> set[str]:
+    """The network namespaces that processes are in, or hold open: this one and its ranks."""
     found = set()
-    for pattern in ("[0-9]*/task/[0-9]*/ns/net", "[0-9]*/fd/*"):
-        for path in Path("/proc").glob(pattern):
-            try:
-                target = os.readlink(path)
-            except OSError:  # it ended meanwhile
-                continue
-            if target.startswith("net:["):
-                found.add(target)
+    for pid in {os.getpid(), *own_processes()} if pids is None else pids:
+        for pattern in ("task/[0-9]*/ns/net", "fd/*"):
+            found |= {link for path in Path(f"/proc/{pid}").glob(pattern) if (link := target(path))}
     return found
+
+
+def target(path: Path) -> str:
+    """The namespace that a link of /proc leads to, or nothing."""
+    try:
+        link = os.readlink(path)
+    except OSError:  # it ended meanwhile
+        return ""
+    return link if link.startswith("net:[") else ""
+
+
+def session(leader: int) -> set[int]:
+    """The processes of a session."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found |= {int(path.name)} if os.getsid(int(path.name)) == leader else set()
+    return found
+
+
+def wait_gone(spaces: set[str], pids: Callable[[], set[int] | None] = lambda: None) -> None:
+    """A thread that has been joined is for a moment still in its namespace."""
+    until_s = time.monotonic() + 60
+    while spaces & namespaces_in_use(pids()):
+        assert time.monotonic() < until_s, "a namespace is left"
+        time.sleep(0.02)
 
 
 def inodes(hosts: Hosts) -> set[str]:
@@ -118,6 +142,7 @@ class TestHosts:
             for count in run_on_hosts(hosts, 1, sent):
                 assert 4 * MEGABYTE < count < 4.4 * MEGABYTE
 
+    @pytest.mark.slow
     def test_a_shaped_link_is_as_slow_as_it_says(self) -> None:
         with test_hosts(2) as hosts:
             free_s = max(run_on_hosts(hosts, 1, timed_sum, MEGABYTE // 2))
@@ -127,6 +152,7 @@ class TestHosts:
         # 2 MB in each direction at 20 Mbit/s take 0.8 s; what fits the burst is free.
         assert 0.6 < shaped_s < 2.4
 
+    @pytest.mark.slow
     def test_a_rank_can_change_the_speed_of_its_link(self) -> None:
         def both() -> list[float]:
             times_s = [timed_sum(MEGABYTE)]
@@ -149,7 +175,7 @@ class TestNothingIsLeft:
             spaces = inodes(hosts)
             assert spaces <= namespaces_in_use()
             run_on_hosts(hosts, 1, dist.get_rank)
-        assert not spaces & namespaces_in_use()
+        wait_gone(spaces)
 
     def test_after_an_exception_in_a_rank(self) -> None:
         def fail() -> None:
@@ -163,7 +189,7 @@ class TestNothingIsLeft:
         assert "fail on 2 hosts" in text
         for rank in (0, 1):
             assert f"--- rank {rank}: raised ValueError: trouble {rank}" in text
-        assert not spaces & namespaces_in_use()
+        wait_gone(spaces)
 
     def test_after_the_deadline(self) -> None:
         def stuck() -> None:
@@ -174,7 +200,7 @@ class TestNothingIsLeft:
             spaces = inodes(hosts)
             with pytest.raises(RanksFailedError, match=r"not done within timeout_s=0\.5"):
                 run_on_hosts(hosts, 1, stuck, timeout_s=0.5)
-        assert not spaces & namespaces_in_use()
+        wait_gone(spaces)
 
     def test_after_an_exception_in_the_block(self) -> None:
         spaces = set()
@@ -187,14 +213,14 @@ class TestNothingIsLeft:
         with pytest.raises(KeyboardInterrupt):
             fail_inside()
         assert spaces
-        assert not spaces & namespaces_in_use()
+        wait_gone(spaces)
 
     def test_after_half_of_it_could_not_be_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = namespaces_in_use()
+        wait_gone(namespaces_in_use() - {os.readlink("/proc/self/ns/net")})
         monkeypatch.setattr("paceline.testing.hosts.LINK", "a name that is too long for a device")
         with pytest.raises(OSError, match="ip link add"), test_hosts(2):
             pass
-        assert namespaces_in_use() <= before
+        wait_gone(namespaces_in_use() - {os.readlink("/proc/self/ns/net")})
 
     @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
     def test_after_the_caller_went_away(self, how: signal.Signals, tmp_path: Path) -> None:
@@ -212,14 +238,11 @@ class TestNothingIsLeft:
                     assert caller.poll() is None
                     time.sleep(0.02)
                 spaces = set(file.read_text().split())
-                assert spaces <= namespaces_in_use()
+                assert spaces <= namespaces_in_use(session(caller.pid))
             finally:
                 os.killpg(caller.pid, how) if how is signal.SIGINT else caller.kill()
-            caller.wait(timeout=20)
-        until_s = time.monotonic() + 10
-        while spaces & namespaces_in_use() and time.monotonic() < until_s:
-            time.sleep(0.05)
-        assert not spaces & namespaces_in_use()
+            caller.wait(timeout=60)
+        wait_gone(spaces, lambda: session(caller.pid))
 
 
 SCRIPT = """

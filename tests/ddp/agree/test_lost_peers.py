@@ -196,12 +196,10 @@ class TestNoMemory:
             step(ddp)
             return ddp._transport.name, ddp._transport.reason
 
-        began_s = time.monotonic()
         for name, reason in run_ranks(RANKS, run, timeout_s=PATIENCE_S):
             assert name == "c10d:gloo"
             assert reason.startswith(f"rank {victim} could not share memory")
             assert {"descriptors": "ulimit -n", "file size": "File too large"}[limit] in reason
-        assert time.monotonic() - began_s < meeting.CONNECT_TIMEOUT_S
 
     @staticmethod
     def _lower(limit: str) -> None:

@@ -63,7 +63,7 @@ def test_a_trainer_waits_for_a_server_that_comes_back_later(
             trainer.start()
             time.sleep(0.8)
             local.restart(0)
-            trainer.join(30)
+            trainer.join(60)
         assert module_output == [0.0]
         waiting = [
             each.message for each in caplog.records if "waiting for server 0" in each.message

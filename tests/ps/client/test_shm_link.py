@@ -53,7 +53,7 @@ def descriptors_of(pid: int) -> int:
 
 
 def wait_for(is_met: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while not is_met():
         assert time.monotonic() < until_s
         time.sleep(0.01)

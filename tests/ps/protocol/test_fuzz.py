@@ -112,7 +112,7 @@ def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
         yield reader.recv(), process.pid or 0
         assert process.is_alive()
         process.terminate()
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
     finally:
         process.kill()

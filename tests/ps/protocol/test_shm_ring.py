@@ -117,7 +117,7 @@ def test_another_process_writes(ends: Ends) -> None:
                     ends.server.wait(reader, 20_000)
                     found = ends.server.receive()
                 assert found == frames_of(number)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
     finally:
         os.close(reader)
         os.close(unused)

@@ -65,7 +65,7 @@ def running(settings: ServerSettings, place: Place | None) -> Iterator[multiproc
     process.start()
     writer.close()
     try:
-        assert reader.poll(30), "the server did not start"
+        assert reader.poll(60), "the server did not start"
         reader.recv()
         yield process  # type: ignore[misc]
     finally:
@@ -92,7 +92,7 @@ def test_killed_at(place: Place, tmp_path: Path) -> None:
                 while pushed < 2000:
                     client.add_one(IDS, process.is_alive)
                     pushed += 1
-            process.join(10)
+            process.join(60)
             assert process.exitcode == -signal.SIGKILL, f"{place} was not reached"
         with running(dataclasses.replace(settings, snapshot_every_s=0.0), None):
             assert not list((tmp_path / "state").glob("*.partial"))
@@ -125,7 +125,7 @@ def test_killed_in_a_load(tmp_path: Path) -> None:
             client.add_one(IDS)
             load = pack_control(client.next_head(Kind.LOAD), {"path": str(tmp_path / "saved")})
             client.socket.send_multipart(load)
-            process.join(20)
+            process.join(60)
             assert process.exitcode == -signal.SIGKILL
         with running(settings, None):
             assert client.values(IDS)[0, 0] == 2.0
