@@ -112,7 +112,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.skipif(native is None, reason="the native core is not built")
+@pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 def test_a_process_with_two_cores_can_fork() -> None:
     command = [sys.executable, "-c", LOADED_TWICE, native.__file__]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -222,7 +222,7 @@ def begin(client: PatientClient, other: RawClient) -> None:
 
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(native is None, reason="the native core was not built")
+@pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 def test_every_way_in_over_ipc(tmp_path: Path) -> None:
     settings = ServerSettings(
         f"ipc://{tmp_path / 's'}", tmp_path / "state", False, 0.5, save_root=tmp_path / "saves"

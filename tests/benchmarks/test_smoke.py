@@ -39,6 +39,7 @@ def test_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "paceline" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_step_times_apart(tmp_path: Path) -> None:
     """Processes of their own for each variant, and still round by round."""
     words = "--models small --ranks 2 --launches 1 --rounds 3 --steps 2 --apart"
@@ -48,6 +49,7 @@ def test_step_times_apart(tmp_path: Path) -> None:
     assert all([len(block) for block in blocks] == [2, 2, 2] for blocks in samples.values())
 
 
+@pytest.mark.slow
 def test_the_floor_of_a_step_is_measured_beside_it(tmp_path: Path) -> None:
     words = "--models small --ranks 2 --launches 1 --rounds 2 --steps 1 --apart"
     floor = "--also meet=benchmarks.floor:MeetOnly"
@@ -66,11 +68,13 @@ def waited_for_the_other() -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.slow
 def test_ranks_of_the_floor_do_meet() -> None:
     first, second = run_ranks(2, waited_for_the_other)
     assert first > second + 0.5
 
 
+@pytest.mark.slow
 def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And one number after all: two to twenty times faster is not a matter of a busy machine."""
     words = ("collectives", "--ranks", "2", "--sizes", "256,64K", "--rounds", "5")
@@ -96,6 +100,7 @@ Rss:   8 kB
     assert peers_bytes(smaps, rank=1) == 40 * 1024
 
 
+@pytest.mark.slow
 def test_hot_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("hot_path", "--ranks", "1", "--rounds", "2", "--steps", "1", "--profile")
     report = run(tmp_path / "out.json", *words)
@@ -106,6 +111,7 @@ def test_hot_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "microseconds" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
     report = run(tmp_path / "out.json", "memory", "--check")
     one_set = report["gradient_bytes"]
@@ -114,6 +120,7 @@ def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
     assert max(results["paceline"][step] for step in ("first", "second", "later")) < 1.2 * one_set
 
 
+@pytest.mark.slow
 def test_data_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "data_parallel --models small --launches 2 --rounds 2 --steps 1"
     report = run(tmp_path / "out.json", *words.split())
@@ -124,6 +131,7 @@ def test_data_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "scatter + replicate + gather" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_missed_target_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.ddp_step.Result.limit", 0.0)
     words = ["--models", "small", "--ranks", "1", "--launches", "1", "--rounds", "1"]
@@ -144,6 +152,7 @@ def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ddp_step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_message_of_a_parameter_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +168,7 @@ def test_one_message_of_a_parameter_server(
     assert "python / native" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "ps_lookup --rows 100,10000 --unique 50 --bags 20 --ids 4 --dim 8 --servers 2 --rounds 2"
@@ -171,6 +181,7 @@ def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "ratio" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_trainers_own_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "ps_trainer --tables 2 --rows 20 --dim 4 --ids 6 --bag 3 --steps 20"
     times = run(tmp_path / "out.json", *words.split())["times_s"]
@@ -179,6 +190,7 @@ def test_a_trainers_own_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "native core" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "powersgd_compress --models small --ranks 1 --rounds 2"
     (result,) = run(tmp_path / "out.json", *words.split())["results"]

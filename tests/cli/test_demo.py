@@ -54,7 +54,7 @@ class TestDemo:
         ("options", "engine"), [((), "Paceline"), (("--plain-torch",), "torch DDP")]
     )
     def test_learns_and_reports(self, options: tuple[str, ...], engine: str) -> None:
-        pytest.importorskip("sklearn")
+        pytest.importorskip("sklearn", reason="needs scikit-learn")
         result = paceline("demo", "--epochs", "8", *options)
         assert result.returncode == 0, result.stdout + result.stderr
         for text in (f"{engine}, 2 ranks", "accuracy", "step time", "KiB", "epoch 8, step"):
@@ -62,7 +62,7 @@ class TestDemo:
         assert result.stderr == ""
 
     def test_says_when_it_did_not_learn(self) -> None:
-        pytest.importorskip("sklearn")
+        pytest.importorskip("sklearn", reason="needs scikit-learn")
         result = paceline("demo", "--epochs", "1")
         assert result.returncode == 1
         assert "accuracy is below 97%" in result.stdout
@@ -75,7 +75,7 @@ class TestDemo:
         assert 'pip install "paceline[demo]"' in capsys.readouterr().err
 
     def test_ctrl_c_stops_everything(self) -> None:
-        pytest.importorskip("sklearn")
+        pytest.importorskip("sklearn", reason="needs scikit-learn")
         command = [sys.executable, "-m", "paceline", "demo", "--epochs", "10000"]
         with subprocess.Popen(
             command,

@@ -199,6 +199,7 @@ def test_an_error_on_a_conveyor_is_raised_by_backward(wrap: Any) -> None:
     run_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["paceline", "torch"])
 def test_a_rank_that_does_not_come_ends_the_step_in_time(wrap: Any) -> None:
     """The rounds of a hook have the time-out of the group, and nothing waits beyond it."""

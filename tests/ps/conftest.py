@@ -39,5 +39,5 @@ def either_way(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "python":
             patch.setattr(extension, "native", None)
         elif extension.native is None:
-            pytest.skip("the native core is not built, or switched off")
+            pytest.skip("needs the native core: a C compiler, and PACELINE_DISABLE_NATIVE unset")
         yield request.param

@@ -41,7 +41,7 @@ def sums_have_the_bits(dtype: torch.dtype) -> list[bool]:
     return found
 
 
-@pytest.mark.skipif(native is None, reason="the native core is not built (no C compiler)")
+@pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sums_in_rank_order(ranks: int, dtype: torch.dtype) -> None:

@@ -138,6 +138,7 @@ def timed_sums(numel: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+@pytest.mark.slow
 def test_a_slow_link_is_used_less() -> None:
     """Two thirds of the bytes that gloo's ring sends over it, so two thirds of the time."""
     with test_hosts(2, rate="100mbit") as slow:
@@ -167,17 +168,17 @@ def test_a_full_arena_on_one_rank_is_slower_not_wrong(hosts: Hosts) -> None:
 
 def lane_timeouts() -> tuple[float, float, float]:
     """Of the lane of a wrapper, and of the backend's before and after it is changed."""
-    group = dist.new_group(timeout=timedelta(seconds=7))
+    group = dist.new_group(timeout=timedelta(seconds=70))
     ddp = DDP(nn.Linear(3, 2), process_group=group, transport="shm")
     lane = ddp._transport.resolve()._stage._lanes._lane
-    own = dist.new_group(backend="paceline", timeout=timedelta(seconds=9))
+    own = dist.new_group(backend="paceline", timeout=timedelta(seconds=90))
     found = [group_timeout(one).total_seconds() for one in (lane, own._operations._lanes._lane)]
-    own.set_timeout(timedelta(seconds=11))
+    own.set_timeout(timedelta(seconds=110))
     return *found, group_timeout(own._operations._lanes._lane).total_seconds()
 
 
 def test_lanes_have_the_time_out_of_their_group(hosts: Hosts) -> None:
-    assert run_on_hosts(hosts, 2, lane_timeouts) == [(7.0, 9.0, 11.0)] * 4
+    assert run_on_hosts(hosts, 2, lane_timeouts) == [(70.0, 90.0, 110.0)] * 4
 
 
 def leave_while_the_other_host_stays_away() -> float:
@@ -194,6 +195,7 @@ def leave_while_the_other_host_stays_away() -> float:
     return took_s
 
 
+@pytest.mark.slow
 def test_leaving_does_not_wait_for_another_host(hosts: Hosts) -> None:
     """The group's time-out is much longer than this."""
     for took_s in run_on_hosts(hosts, 2, leave_while_the_other_host_stays_away):

@@ -11,7 +11,7 @@ from paceline.shm import streaming
 from paceline.testing import run_ranks
 
 
-@pytest.mark.skipif(native is None, reason="the native core is not built (no C compiler)")
+@pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 1000, 300_001])
 @pytest.mark.parametrize("offset", [0, 1, 7, 16])
 @pytest.mark.parametrize("factor", [0.5, 1 / 3, 1e-30])
@@ -59,7 +59,7 @@ def sum_of_large(offset: int, numel: int) -> bool:
     return is_kept and torch.equal(tensor, expected)
 
 
-@pytest.mark.skipif(native is None, reason="the native core is not built (no C compiler)")
+@pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 @pytest.mark.parametrize(("offset", "numel"), [(0, 1 << 22), (1, (1 << 21) + 3), (7, 2_500_001)])
 def test_large_results_are_written_past_the_caches(offset: int, numel: int) -> None:
     assert run_ranks(3, sum_of_large, offset, numel) == [True] * 3

@@ -73,7 +73,7 @@ def test_a_compiler_that_fails_does_not_fail_the_build(tmp_path: Path) -> None:
     assert "_native" in found.stderr  # it says what it could not build
 
 
-@pytest.mark.skipif(extension.native is None, reason="the native core was not built")
+@pytest.mark.skipif(extension.native is None, reason="needs the native core: a C compiler")
 def test_the_extension_uses_the_stable_abi() -> None:
     """One build for every later Python; the free-threaded one has no stable ABI yet."""
     name = Path(extension.native.__file__).name

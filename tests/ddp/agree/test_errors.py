@@ -602,6 +602,7 @@ class TestHookResults:
 
         self.check(self.run(misbehave, on_rank=1), "rank 1", "only here")
 
+    @pytest.mark.slow
     def test_raises_on_one_rank_before_its_collective(self) -> None:
         """The peer's hook is in an all-reduce that this rank never enters: both get out."""
 

@@ -26,7 +26,7 @@ from paceline.testing import run_ranks
 from paceline.torch_private import tensor_exchange
 from tests.ddp.compare import batch
 
-pytestmark = pytest.mark.skipif(native is None, reason="needs the native core")
+pytestmark = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 FACTOR = 1.0 / 3.0
 LARGE = 3 * (1 << 15) + 5  # elements: more than 128 KiB, and no whole number of lines
 

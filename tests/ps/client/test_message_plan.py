@@ -16,7 +16,7 @@ from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_plan import NativePlan, NumpyPlan, Plan, planned
 from tests.ps.groups import SHARDINGS, batches, flat, make_group
 
-needs_core = pytest.mark.skipif(native is None, reason="the native core is not built")
+needs_core = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 ROWS = (7, 1000, 1000, 1 << 39)
 LRS = [0.5, 0.25, 0.125, 1.0]
 

@@ -24,7 +24,7 @@ from paceline.ps.server import shm_listener as door
 from paceline.ps.server.descriptors import make_room
 from paceline.testing import run_ranks
 
-pytestmark = pytest.mark.skipif(native is None, reason="the native core was not built")
+pytestmark = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 
 Start = Callable[..., ps.LocalServers]
 SHARED = "shared memory"

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from paceline.native.extension import native
 from tests.ps.protocol.ring_peer import frames_of
 
-pytestmark = pytest.mark.skipif(native is None, reason="the native core was not built")
+pytestmark = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
 
 CAPACITY = 1 << 13
 PEER = Path(__file__).with_name("ring_peer.py")

@@ -22,7 +22,7 @@ from tests.children import begin_in_fork, do_in_fork, wait_for
 Start = Callable[..., ps.LocalServers]
 IDS = torch.tensor([[1, 2, 3]])
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason="needs shared memory")
+pytestmark = pytest.mark.skipif(not is_possible(), reason="needs the native core: a C compiler")
 
 
 def make(servers: ps.Servers) -> ps.EmbeddingBag:

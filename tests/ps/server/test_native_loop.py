@@ -21,7 +21,9 @@ from paceline.ps.server.native_loop import Attendant, sgd_way
 from tests.ps.protocol.test_shm_ring import Ends
 from tests.ps.state.test_small_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
 
-pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
+pytestmark = pytest.mark.skipif(
+    extension.native is None, reason="needs the native core: a C compiler"
+)
 
 SGD_TABLES = [0, 1, 2, 3]
 

@@ -37,7 +37,9 @@ from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from tests.ps.forsaken import forsake
 
-pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
+pytestmark = pytest.mark.skipif(
+    extension.native is None, reason="needs the native core: a C compiler"
+)
 
 CLIENT = b"c" * 16
 ROWS = 24

@@ -25,8 +25,8 @@ THREAD = ("-fsanitize=thread", "-Wno-tsan")
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(COMPILER is None, reason="there is no C compiler"),
+    pytest.mark.slow,
+    pytest.mark.skipif(COMPILER is None, reason="needs a C compiler: cc, or what CC names"),
 ]
 
 
