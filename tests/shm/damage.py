@@ -24,7 +24,7 @@ from tests.shm.crew import HEAP_BYTES, Seat
 from tests.shm.jobs import one
 
 ARRIVED, VERDICT, ROWS, ROW_BYTES, TICKETS = 64, 192, 256, 192, 64
-TIMEOUT_S = 0.5
+TIMEOUT_S = 1.0
 WORDS = (0, 1, 2, 3, 7, 255, 4096, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 33, (1 << 64) - 1)
 COLLECTIVES = (
     ("barrier", 1),
@@ -92,7 +92,10 @@ class Vandal:
 
 def _group(seat: Seat) -> tuple[Connection, SharedGroup]:
     connection = seat.connect()
-    return connection, SharedGroup(connection, 0, TIMEOUT_S)
+    group = SharedGroup(connection, 0, 60.0)
+    group.barrier().wait()
+    group.timeout_s = TIMEOUT_S
+    return connection, group
 
 
 def _errors_after(seat: Seat, connection: Connection, group: SharedGroup) -> list[str]:
@@ -113,7 +116,6 @@ def _errors_after(seat: Seat, connection: Connection, group: SharedGroup) -> lis
 def bad_words(seat: Seat, words: list[tuple[int, str, int]]) -> list[str]:
     """Rank 1 overwrites words of the control segment between collectives."""
     connection, group = _group(seat)
-    group.barrier().wait()
     seat.gather(None)
     if seat.rank == 1:
         vandal = Vandal(connection, 0)
@@ -127,7 +129,6 @@ def vandalised(seat: Seat, seed: int) -> dict[str, Any]:
     """Rank 1 writes anywhere, again and again, while all are in collectives."""
     torch.set_num_threads(1)
     connection, group = _group(seat)
-    group.barrier().wait()
     vandal, is_over = Vandal(connection, seed), threading.Event()
     chance = random.Random(seed)
 

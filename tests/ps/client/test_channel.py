@@ -61,7 +61,9 @@ def test_a_trainer_waits_for_a_server_that_comes_back_later(
         trainer = threading.Thread(target=lambda: module_output.append(module(IDS).sum().item()))
         with caplog.at_level(logging.WARNING, "paceline.ps"):
             trainer.start()
-            time.sleep(0.8)
+            until_s = time.monotonic() + 60
+            while not caplog.records and time.monotonic() < until_s:
+                time.sleep(0.01)
             local.restart(0)
             trainer.join(60)
         assert module_output == [0.0]
@@ -105,9 +107,10 @@ def test_somebody_else_made_new_tables_on_a_server_that_came_back_empty(
 
 def test_the_deadline_is_an_error_that_names_the_server(start_servers: Start) -> None:
     local = start_servers(2)
-    with ps.connect(local, timeout_s=0.5) as servers:
+    with ps.connect(local) as servers:
         module = make(servers)
         local.kill(1)
+        servers.channels[1]._patience = type(servers.channels[1]._patience)(timeout_s=0.5)
         with pytest.raises(ServerLostError, match=r"no answer from server 1 .* within 0.5 s"):
             module(IDS)
 
@@ -165,10 +168,10 @@ def test_unacknowledged_pushes_are_bounded(start_servers: Start, tmp_path: Path)
     with ps.connect(local) as servers:
         channel = servers.channels[0]
         kind = type(channel._patience)
-        channel._patience = kind(kept_bytes=10_000, timeout_s=0.3)
         module = make(servers, pooling="trainer")
         outputs = [module(IDS) for _ in range(10)]
         local.kill(0)
+        channel._patience = kind(kept_bytes=10_000, timeout_s=0.3)
         loss = torch.cat(outputs).sum()
         with pytest.raises(ServerLostError, match="push"):
             loss.backward()

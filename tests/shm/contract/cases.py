@@ -171,7 +171,7 @@ def every_callback_runs_once() -> None:
     assert sorted(heard) == list(range(100))
 
 
-def _wait_until(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+def _wait_until(is_so: Callable[[], bool], within_s: float = 60.0) -> None:
     until_s = time.monotonic() + within_s
     while not is_so():
         assert time.monotonic() < until_s
