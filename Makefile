@@ -33,7 +33,8 @@ demo: $(VENV)/.installed-demo ## train a small network on 2 ranks (ARGS="--ranks
 test: lint types iproute2 ## lint, types, and the tests that show that it works
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.installed-dev iproute2 ## what `make test` leaves out: attacks, soaks, large runs
+# In one process: much of it measures, and would measure the other worker.
+test-all: $(VENV)/.installed-dev iproute2 ## what `make test` leaves out: attacks, soaks, timing, large runs
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
@@ -43,7 +44,7 @@ lint: $(VENV)/.installed-dev ## ruff: rules and format
 types: $(VENV)/.installed-dev ## mypy --strict
 	$(BIN)/mypy $(TYPED)
 
-unit: $(VENV)/.installed-dev iproute2 ## the tests without torch's own (minutes less)
+unit: $(VENV)/.installed-dev iproute2 ## some tests in one process: make unit ARGS="tests/shm -k abort"
 	$(BIN)/python -m pytest --ignore=tests/conformance $(ARGS)
 
 conformance: $(VENV)/.installed-dev ## torch's own DDP tests, on our class

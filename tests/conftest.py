@@ -51,9 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the fork server: thousands of ranks need not import what all of them use."""
-    if len(session.items) > MANY and not session.config.option.collectonly:
+@pytest.fixture(scope="session", autouse=True)
+def warm_fork_server(request: pytest.FixtureRequest) -> None:
+    """Start the fork server: thousands of ranks need not import what all of them use.
+
+    In a fixture, because what it writes is then captured.
+    """
+    if len(request.session.items) > MANY:
         warm_up(["paceline.ddp", "paceline.hooks"])
 
 

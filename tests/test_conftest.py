@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from tests.conftest import LINUX, LOOKS, SHM
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="reads /proc")
+LETTERS = str.maketrans("0123456789", "ghijklmnop")  # a number could be that of a process
 
 
 @contextlib.contextmanager
@@ -83,6 +85,17 @@ def test_a_leak_is_seen(kind: str, leak: contextlib.AbstractContextManager[None]
     with leak():
         assert len(LOOKS[kind]() - before) == 1
     assert LOOKS[kind]() == before
+
+
+@pytest.mark.parametrize("name", ["of another program", "torch_1_of_another_process"])
+def test_what_others_have_in_shared_memory_is_not_seen(name: str) -> None:
+    before = LOOKS["shm"]()
+    path = SHM / f"{name} {uuid.uuid4().hex.translate(LETTERS)}"
+    path.touch()
+    try:
+        assert LOOKS["shm"]() == before
+    finally:
+        path.unlink()
 
 
 def test_a_test_that_leaks_fails(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ process is interrupted, the whole group is killed: no rank is left behind.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -42,6 +43,8 @@ def main(choice: str) -> None:
     os.dup2(2, 1)  # a print in a test must not end up among the replies
     distributed_test = import_distributed_test()
     swap.swap_in(choice)
+    gc.collect()
+    gc.freeze()  # forked tests neither walk nor copy what is loaded by now
     replies.write("ready\n")
     for line in sys.stdin:
         outcome = serve(distributed_test, Request(**json.loads(line)))
