@@ -49,6 +49,7 @@ def test_the_hook_in_the_docs_is_the_one_that_runs() -> None:
     assert hook in (EXAMPLES.parent / "docs" / "hooks.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_alone(name: str) -> None:
     check(name, run(str(EXAMPLES / name)))

@@ -51,7 +51,11 @@ class TestHelp:
 
 class TestDemo:
     @pytest.mark.parametrize(
-        ("options", "engine"), [((), "Paceline"), (("--plain-torch",), "torch DDP")]
+        ("options", "engine"),
+        [
+            ((), "Paceline"),
+            pytest.param(("--plain-torch",), "torch DDP", marks=pytest.mark.slow),
+        ],
     )
     def test_learns_and_reports(self, options: tuple[str, ...], engine: str) -> None:
         pytest.importorskip("sklearn", reason="needs scikit-learn")

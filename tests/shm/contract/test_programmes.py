@@ -122,7 +122,7 @@ def _follow(stage: Stage) -> None:
             continue  # rank 0 has heard of it, and goes on to look for a smaller one
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_programmes_give_what_one_process_computes(ranks: int) -> None:
     names = SUBJECTS if ranks > 2 else SUBJECTS[:2]
     assert min(run_ranks(ranks, drive, names, timeout_s=100)) >= EXAMPLES
