@@ -31,9 +31,9 @@ from paceline import (
     HookSignatureError,
     MeshError,
     ModelMismatchError,
+    NotPicklableError,
     PacelineError,
     ParametersChangedError,
-    PickleError,
     ReadyTwiceError,
     StepError,
     UntrainableModuleError,
@@ -946,7 +946,7 @@ class TestPickling:
             return error, good_step(other), good_step(copy)
 
         for error, after, of_copy in run_ranks(2, run):
-            assert isinstance(error, PickleError)
+            assert isinstance(error, NotPicklableError)
             assert mentions(error, "default process group", "ddp.module.state_dict()")
             torch.testing.assert_close(after, expected(2))
             torch.testing.assert_close(of_copy, expected(2))
