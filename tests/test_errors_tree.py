@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-import paceline
 from paceline import errors
 
 # Name: (parent in our tree, the builtin it refines as well). From the docstring of errors.py.
@@ -89,12 +88,6 @@ def test_derives_from_its_parent_and_its_builtin(name: str) -> None:
     assert issubclass(error, getattr(errors, parent))
     assert issubclass(error, getattr(builtins, builtin))
     assert getattr(errors, parent) in error.__bases__
-
-
-@pytest.mark.parametrize("name", ["PacelineError", *sorted(TREE)])
-def test_is_public(name: str) -> None:
-    assert getattr(paceline, name) is getattr(errors, name)
-    assert name in paceline.__all__
 
 
 @pytest.mark.parametrize("name", ["PacelineError", *sorted(TREE)])

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from paceline import (
+from paceline import DistributedDataParallel as DDP
+from paceline import PacelineError
+from paceline.errors import (
     AutogradGradError,
     ConfigurationError,
     GradientMismatchError,
@@ -32,14 +34,12 @@ from paceline import (
     MeshError,
     ModelMismatchError,
     NotPicklableError,
-    PacelineError,
     ParametersChangedError,
     ReadyTwiceError,
     StepError,
     UntrainableModuleError,
     UnusedParametersError,
 )
-from paceline import DistributedDataParallel as DDP
 from paceline.testing import run_ranks
 
 Gradients = dict[str, torch.Tensor]

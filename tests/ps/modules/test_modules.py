@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import BagsError, ConfigurationError, IdRangeError, NotPicklableError, ps
+from paceline import ps
+from paceline.errors import BagsError, ConfigurationError, IdRangeError, NotPicklableError
 from paceline.ps.client import table_set as module_tables
 from paceline.testing import warm_up
 
