@@ -1,6 +1,7 @@
 """Data-parallel training for PyTorch that people choose over what ships with torch.
 
-Start with ``from paceline import DistributedDataParallel as DDP``.
+Start with ``from paceline import DistributedDataParallel as DDP``. Every exception class is in
+:mod:`paceline.errors`.
 """
 
 from __future__ import annotations
@@ -9,68 +10,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from paceline import errors
 from paceline.autoload import register_backend
-from paceline.errors import (
-    ArgumentTypeError,
-    AutogradGradError,
-    BagsError,
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    ConfigurationError,
-    ConveyorBrokenError,
-    DesynchronizedError,
-    ForeignWrapperError,
-    GatherError,
-    GatherKeysError,
-    GatherTypeError,
-    GradientMismatchError,
-    GraphChangedError,
-    GroupAbortedError,
-    GroupClosedError,
-    GroupNotReadyError,
-    HookAlreadyRegisteredError,
-    HookInputError,
-    HookNotCallableError,
-    HookResultError,
-    HookSignatureError,
-    IdRangeError,
-    MeshError,
-    ModelMismatchError,
-    NonFiniteGradientError,
-    NormInputError,
-    PacelineError,
-    ParametersChangedError,
-    PeerFailedError,
-    PeerLostError,
-    PickleError,
-    PlacementError,
-    PushRefusedError,
-    ReadyTwiceError,
-    ReplicaCountError,
-    ScatterDimError,
-    ScatterError,
-    ServerError,
-    ServerKeyError,
-    ServerLostError,
-    ServerRefusedError,
-    ServersClosedError,
-    ServerStartError,
-    ServerStateError,
-    SharedMemoryError,
-    SharedParametersError,
-    SharedWriteError,
-    StepError,
-    TensorsError,
-    TooLateError,
-    UnknownHookError,
-    UntrainableModuleError,
-    UnusedParametersError,
-)
+from paceline.errors import PacelineError
 from paceline.observe import BucketStats, DDPStats
 
 if TYPE_CHECKING:
-    from paceline import nn
+    from paceline import hooks, nn, ps, testing
     from paceline.ddp import DistributedDataParallel
     from paceline.dp import (
         DataParallel,
@@ -82,73 +28,26 @@ if TYPE_CHECKING:
         scatter_kwargs,
     )
 
+    __version__: str
+
 __all__ = [
-    "ArgumentTypeError",
-    "AutogradGradError",
-    "BagsError",
     "BucketStats",
-    "CollectiveError",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "ConfigurationError",
-    "ConveyorBrokenError",
     "DDPStats",
     "DataParallel",
-    "DesynchronizedError",
     "DistributedDataParallel",
-    "ForeignWrapperError",
-    "GatherError",
-    "GatherKeysError",
-    "GatherTypeError",
-    "GradientMismatchError",
-    "GraphChangedError",
-    "GroupAbortedError",
-    "GroupClosedError",
-    "GroupNotReadyError",
-    "HookAlreadyRegisteredError",
-    "HookInputError",
-    "HookNotCallableError",
-    "HookResultError",
-    "HookSignatureError",
-    "IdRangeError",
-    "MeshError",
-    "ModelMismatchError",
-    "NonFiniteGradientError",
-    "NormInputError",
     "PacelineError",
-    "ParametersChangedError",
-    "PeerFailedError",
-    "PeerLostError",
-    "PickleError",
-    "PlacementError",
-    "PushRefusedError",
-    "ReadyTwiceError",
-    "ReplicaCountError",
-    "ScatterDimError",
-    "ScatterError",
-    "ServerError",
-    "ServerKeyError",
-    "ServerLostError",
-    "ServerRefusedError",
-    "ServerStartError",
-    "ServerStateError",
-    "ServersClosedError",
-    "SharedMemoryError",
-    "SharedParametersError",
-    "SharedWriteError",
-    "StepError",
-    "TensorsError",
-    "TooLateError",
-    "UnknownHookError",
-    "UntrainableModuleError",
-    "UnusedParametersError",
+    "__version__",
     "data_parallel",
+    "errors",
     "gather",
+    "hooks",
     "nn",
     "parallel_apply",
+    "ps",
     "replicate",
     "scatter",
     "scatter_kwargs",
+    "testing",
 ]
 
 # torch takes seconds to import, and `paceline --help` does not need it.
@@ -162,16 +61,34 @@ _IMPORTED_ON_USE = {
     "scatter": "paceline.dp",
     "scatter_kwargs": "paceline.dp",
 }
+_MODULES = {"hooks", "nn", "ps", "testing"}
 
 if "torch.distributed" in sys.modules:
     register_backend()  # else torch does it, when it is imported
 
 
 def __getattr__(name: str) -> object:
-    if name == "nn":
-        return importlib.import_module("paceline.nn")
-    if name not in _IMPORTED_ON_USE:
+    value: object
+    if name in _MODULES:
+        value = importlib.import_module(f"paceline.{name}")
+    elif name == "__version__":
+        value = _installed_version()
+    elif name in _IMPORTED_ON_USE:
+        value = getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
+    else:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
     globals()[name] = value
     return value
+
+
+def _installed_version() -> str:
+    from importlib import metadata  # not cheap, and hardly ever needed
+
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:  # a source tree that was not installed
+        return "0+unknown"
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

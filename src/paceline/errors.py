@@ -7,12 +7,12 @@
   │   ├── UnknownHookError (AttributeError)  there is no communication hook of that name
   │   ├── MeshError (RuntimeError)           a device mesh that does not fit
   │   ├── SharedMemoryError (RuntimeError)   transport="shm" was asked for and cannot be had
-  │   ├── TensorsError (RuntimeError)        tensors that do not fit the collective they are for
+  │   ├── CollectiveInputError (RuntimeError)  tensors that do not fit the collective they are for
   │   ├── PlacementError (RuntimeError)      a module or a replica is not where it has to be
   │   ├── ForeignWrapperError (RuntimeError) torch's own wrapper averages the same parameters
-  │   └── TooLateError (RuntimeError)        a setting that must come before training
+  │   └── AlreadyTrainingError (RuntimeError)  a setting that must come before training
   ├── GroupNotReadyError (ValueError)        there is no process group to reduce over
-  ├── PickleError (RuntimeError)             this wrapper cannot be pickled, and why
+  ├── NotPicklableError (RuntimeError)       this wrapper cannot be pickled, and why
   ├── ModelMismatchError (RuntimeError)      ranks hold different models or buckets
   ├── ParametersChangedError (RuntimeError)  the module gained parameters after it was wrapped
   ├── StepError (RuntimeError)               one step failed; the wrapper stays usable
@@ -24,7 +24,7 @@
   │   ├── GradientMismatchError              a gradient's dtype or layout is not the bucket's
   │   ├── HookResultError (TypeError)        a communication hook failed
   │   ├── HookInputError (TypeError)         a hook cannot work on gradients of this kind
-  │   ├── ConveyorBrokenError                an earlier bucket of this hook failed
+  │   ├── HookOrderLostError                 an earlier bucket of this hook failed
   │   ├── AutogradGradError                  torch.autograd.grad took gradients away
   │   ├── PeerFailedError                    another rank's backward raised before it was done
   │   ├── DesynchronizedError                ranks are in different steps, or weigh differently
@@ -114,7 +114,7 @@ class SharedMemoryError(ConfigurationError, RuntimeError):
     """``transport="shm"`` was asked for, and the ranks of this group cannot share memory."""
 
 
-class TensorsError(ConfigurationError, RuntimeError):
+class CollectiveInputError(ConfigurationError, RuntimeError):
     """A collective got tensors that do not fit: their number, sizes, dtypes, layout or device."""
 
 
@@ -126,7 +126,7 @@ class ForeignWrapperError(ConfigurationError, RuntimeError):
     """torch's own DistributedDataParallel averages parameters of this wrapper as well."""
 
 
-class TooLateError(ConfigurationError, RuntimeError):
+class AlreadyTrainingError(ConfigurationError, RuntimeError):
     """A setting was changed that must be made before training begins."""
 
 
@@ -134,7 +134,7 @@ class GroupNotReadyError(PacelineError, ValueError):
     """There is no initialised process group to reduce over."""
 
 
-class PickleError(PacelineError, RuntimeError):
+class NotPicklableError(PacelineError, RuntimeError):
     """This wrapper cannot be pickled."""
 
 
@@ -182,7 +182,7 @@ class HookInputError(StepError, TypeError):
     """A communication hook was given gradients that it cannot work on."""
 
 
-class ConveyorBrokenError(StepError):
+class HookOrderLostError(StepError):
     """An earlier bucket of this hook failed, and ranks are in different collectives since."""
 
 

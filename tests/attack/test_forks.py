@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from paceline import DistributedDataParallel, GroupClosedError
+from paceline import DistributedDataParallel
+from paceline.errors import GroupClosedError
 from paceline.testing import run_ranks
 from tests.children import (
     FORKS,

@@ -18,7 +18,8 @@ import pytest
 import torch
 import zmq
 
-from paceline import ConfigurationError, ServerKeyError, ServerRefusedError, ps
+from paceline import ps
+from paceline.errors import ConfigurationError, ServerKeyError, ServerRefusedError
 from paceline.ps.protocol.keys import make_keys, read_client_keys
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.protocol.shm_ring import KNOCK, MAGIC

@@ -274,7 +274,7 @@ def test_system_exit_reaches_the_caller() -> None:
 def test_lengths_must_agree(inputs: Any, kwargs: Any, devices: Any, name: str) -> None:
     with pytest.raises(AssertionError, match=f"modules 2 is not .* number of {name} 1") as caught:
         paceline.parallel_apply([abs, abs], inputs, kwargs, devices)
-    assert isinstance(caught.value, paceline.ReplicaCountError)
+    assert isinstance(caught.value, paceline.errors.ReplicaCountError)
 
 
 def test_when_a_thread_cannot_be_started_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,9 +242,9 @@ def test_writing_a_shared_parameter_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Clips(2, 2))
     with pytest.raises(RuntimeError, match=r"parameters: 1\.weight\.") as caught:
         paceline.DataParallel(model, CPUS)(torch.zeros(4, 2))
-    assert isinstance(caught.value, paceline.SharedWriteError)
+    assert isinstance(caught.value, paceline.errors.SharedWriteError)
     assert caught.value.parameters == ("1.weight",)
-    with pytest.raises(paceline.SharedWriteError):
+    with pytest.raises(paceline.errors.SharedWriteError):
         paceline.data_parallel(model, torch.zeros(4, 2), CPUS)
     # One replica writes alone.
     assert paceline.DataParallel(model, CPUS)(torch.zeros(1, 2)).shape == (1, 2)
@@ -403,7 +403,7 @@ def test_scalar_losses_become_a_vector_with_a_warning() -> None:
 @pytest.mark.parametrize("device", ["cuda:0", "xpu", "cuda:99"])
 def test_a_device_that_is_not_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.dp.devices.all_accelerators", list)
-    with pytest.raises(paceline.PlacementError) as error:
+    with pytest.raises(paceline.errors.PlacementError) as error:
         paceline.DataParallel(nn.Linear(2, 2), device_ids=["cpu", device])
     assert f"no device {device} here" in str(error.value)
     assert 'device_ids=["cpu", "cpu"]' in str(error.value)

@@ -146,5 +146,5 @@ def test_devices() -> None:
     if accelerator_type() is None:
         with pytest.raises(RuntimeError, match=r'this machine has none.*\["cpu", "cpu"\]'):
             parse_device(1)
-        with pytest.raises(paceline.PlacementError):
+        with pytest.raises(paceline.errors.PlacementError):
             paceline.scatter(torch.zeros(2), [0, 1])

@@ -148,7 +148,7 @@ def test_constants_do_not_make_more_pieces_than_the_batch_has() -> None:
 def test_different_numbers_of_pieces_are_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"\(4, 3\) into 2, \(1, 3\) into 1") as caught:
         paceline.scatter((x(4), x(1)), CPUS)
-    assert isinstance(caught.value, paceline.ScatterError)
+    assert isinstance(caught.value, paceline.errors.ScatterError)
 
 
 def test_a_dimension_that_is_not_there() -> None:
@@ -208,11 +208,11 @@ def test_none_and_equal_values_are_gathered_as_they_are() -> None:
 def test_outputs_that_do_not_fit(outputs: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
         paceline.gather(outputs, "cpu")
-    assert isinstance(caught.value, paceline.GatherError)
+    assert isinstance(caught.value, paceline.errors.GatherError)
 
 
 def test_scalars_along_another_dimension_are_an_error() -> None:
-    with pytest.raises(paceline.GatherError, match="dimension 1"):
+    with pytest.raises(paceline.errors.GatherError, match="dimension 1"):
         paceline.gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu", dim=1)
 
 

@@ -100,7 +100,7 @@ def test_data_parallel_lazy_linear() -> None:
     model = paceline.DataParallel(nn.Sequential(nn.LazyLinear(2)), CPUS)
     with pytest.raises(RuntimeError, match=r"uninitialized.*0\.weight.*one batch") as caught:
         model(torch.randn(4, 10))
-    assert isinstance(caught.value, paceline.UntrainableModuleError)
+    assert isinstance(caught.value, paceline.errors.UntrainableModuleError)
     model.module(torch.randn(4, 10))
     assert model(torch.randn(4, 10)).shape == (4, 2)
 
@@ -113,7 +113,7 @@ def test_data_parallel_model_device() -> None:
     for module in (half_there, nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, device="meta"))):
         with pytest.raises(RuntimeError, match=r"device cpu.*on device: meta.*1\.weight") as caught:
             paceline.DataParallel(module, CPUS)(x)
-        assert isinstance(caught.value, paceline.PlacementError)
+        assert isinstance(caught.value, paceline.errors.PlacementError)
         assert caught.value.parameters == ("1.weight",)
         with pytest.raises(RuntimeError, match=r"on device: meta.*1\.weight"):
             paceline.data_parallel(module, x, CPUS)

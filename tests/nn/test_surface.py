@@ -16,4 +16,3 @@ def test_arguments() -> None:
     assert (
         mine.parameters.keys() == inspect.signature(theirs.convert_sync_batchnorm).parameters.keys()
     )
-    assert "nn" in paceline.__all__

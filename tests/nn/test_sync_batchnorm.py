@@ -123,7 +123,7 @@ def test_one_value_over_all_ranks_raises_on_every_rank() -> None:
     ],
 )
 def test_inputs_that_cannot_be_normalised(shape: tuple[int, ...], text: str) -> None:
-    with pytest.raises(paceline.NormInputError, match=text):
+    with pytest.raises(paceline.errors.NormInputError, match=text):
         SyncBatchNorm(3)(torch.randn(shape))
 
 

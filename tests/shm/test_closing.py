@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import CollectiveError
+from paceline.errors import CollectiveError
 from paceline.native.extension import missing_reason, native
 from paceline.testing import run_ranks
 from tests.shm import closing_jobs

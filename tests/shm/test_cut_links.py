@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline import PeerLostError
+from paceline.errors import PeerLostError
 from paceline.testing import RanksFailedError
 from paceline.testing.failures import Outcome
 from paceline.testing.hosts import LINK, Hosts, hosts_unavailable_reason, run_on_hosts, test_hosts

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import ConfigurationError, SharedMemoryError
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import ConfigurationError, SharedMemoryError
 from paceline.native import extension
 from paceline.testing import run_ranks
 

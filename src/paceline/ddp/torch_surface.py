@@ -19,7 +19,12 @@ from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES
 from paceline.ddp.agree.peers import Peers
 from paceline.ddp.features.buffers import Moment, RegisteredBufferHook
 from paceline.ddp.reduce.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
-from paceline.errors import ArgumentTypeError, ConfigurationError, PickleError, TooLateError
+from paceline.errors import (
+    AlreadyTrainingError,
+    ArgumentTypeError,
+    ConfigurationError,
+    NotPicklableError,
+)
 from paceline.torch_private import (
     BufferHookLocation,
     BuiltinHookType,
@@ -137,7 +142,7 @@ class TorchSurface(TorchDDP):
     def _check_default_group(self) -> None:
         if dist.is_initialized() and self.process_group == default_group():
             return
-        raise PickleError(
+        raise NotPicklableError(
             "DDP Pickling/Unpickling are only supported when using DDP with the default process "
             "group, because other groups cannot be found again. Save ddp.module.state_dict() "
             "instead."
@@ -231,7 +236,7 @@ class TorchSurface(TorchDDP):
             )
             return
         if self._forwards:
-            error = TooLateError(
+            error = AlreadyTrainingError(
                 "_set_static_graph() should be called before training loop starts and after "
                 f"DistributedDataParallel is constructed, but {self._forwards} forward passes have "
                 "run. Pass static_graph=True to the constructor."

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConveyorBrokenError
+from paceline.errors import HookOrderLostError
 from paceline.forks import finalize_here
 from paceline.hooks.interface import TensorFuture, failed_future, raising
 from paceline.liveness import watch_of
@@ -140,7 +140,7 @@ class _Worker:
         self._events = events
         self._groups = groups
         self._active: list[_Job] = []
-        self.broken: ConveyorBrokenError | None = None
+        self.broken: HookOrderLostError | None = None
 
     def serve(self) -> None:
         with torch.no_grad():
@@ -166,7 +166,7 @@ class _Worker:
             waiting = job.go_on(self._groups)
         except Exception as error:
             # Peers may have started what this rank did not: from here on, the order is lost.
-            self.broken = ConveyorBrokenError(
+            self.broken = HookOrderLostError(
                 f"an earlier bucket failed ({job.what}: {type(error).__name__}: {error}), so this "
                 "rank and its peers are no longer in the same collective. Wrap the model anew on "
                 "every rank, with a new state of the hook, or start again from the latest "

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import TensorsError
+from paceline.errors import CollectiveInputError
 from paceline.shm.connection import Connection
 from paceline.shm.dtypes import OPS, can_reduce
 from paceline.shm.group import Call, SharedGroup
@@ -205,7 +205,7 @@ class HostOperations(InnerOnly):
 
     def _check_count(self, what: str, parts: Tensors) -> None:
         if len(parts) != self._world:
-            raise TensorsError(
+            raise CollectiveInputError(
                 f"{what} on rank {self._rank} got {len(parts)} tensors for {self._world} ranks. "
                 "Give one for each rank."
             )
@@ -215,7 +215,7 @@ class HostOperations(InnerOnly):
         _check_cpu([whole, *parts])
         for part in parts:
             if part.numel() != whole.numel() or part.dtype != whole.dtype:
-                raise TensorsError(
+                raise CollectiveInputError(
                     f"{what} on rank {self._rank} needs {whole.numel()} {whole.dtype} for every "
                     f"rank, and one of its tensors has {part.numel()} {part.dtype}."
                 )
@@ -223,7 +223,7 @@ class HostOperations(InnerOnly):
     def _cut(self, what: str, large: torch.Tensor, small: torch.Tensor) -> Tensors:
         """Cut a tensor into one part for each rank."""
         if large.numel() != small.numel() * self._world or large.dtype != small.dtype:
-            raise TensorsError(
+            raise CollectiveInputError(
                 f"{what} on rank {self._rank}: {large.numel()} {large.dtype} are not "
                 f"{self._world} times {small.numel()} {small.dtype}."
             )
@@ -236,7 +236,7 @@ class HostOperations(InnerOnly):
         rows = tensor.shape[0] if tensor.dim() else 0
         sizes = list(splits) or [rows // self._world] * self._world
         if len(sizes) != self._world or sum(sizes) != rows:
-            raise TensorsError(
+            raise CollectiveInputError(
                 f"all_to_all_single on rank {self._rank}: the {rows} rows of the {what} tensor "
                 f"cannot be split into {sizes} for {self._world} ranks. Give "
                 f"{what}_split_sizes that add up."
@@ -303,14 +303,14 @@ def _can_reduce(tensors: Tensors, op: int) -> bool:
 
 def _flat(what: str, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
-        raise TensorsError(f"{what} needs a contiguous tensor. Call .contiguous() first.")
+        raise CollectiveInputError(f"{what} needs a contiguous tensor. Call .contiguous() first.")
     return tensor.view(-1)
 
 
 def _check_cpu(tensors: Tensors) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
-            raise TensorsError(
+            raise CollectiveInputError(
                 f"The paceline backend works on CPU tensors, and one is on {tensor.device}. Make "
                 "another group for it: dist.new_group(backend=...)."
             )

@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from paceline import CollectiveError
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import CollectiveError
 
 WORLD = 3
 WARM = 3

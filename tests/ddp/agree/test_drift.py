@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline import DesynchronizedError
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import DesynchronizedError
 from paceline.testing import run_ranks
 from tests.ddp.compare import assert_close, batch, gradients, reference_gradients
 from tests.ddp.models import mlp

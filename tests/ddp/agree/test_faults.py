@@ -19,12 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline import (
-    HookResultError,
-    PeerFailedError,
-    PeerLostError,
-    StepError,
-)
+from paceline.errors import HookResultError, PeerFailedError, PeerLostError, StepError
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
 

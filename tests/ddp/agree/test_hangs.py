@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import CollectiveError
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import CollectiveError
 from paceline.native.extension import missing_reason
 from paceline.shm import watch
 from paceline.shm.mismatch import Evidence, find_deadlock

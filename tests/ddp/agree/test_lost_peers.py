@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline import PeerFailedError, PeerLostError
 from paceline.ddp import wrapper
+from paceline.errors import PeerFailedError, PeerLostError
 from paceline.liveness.roster import Roster
 from paceline.nn import SyncBatchNorm
 from paceline.shm import meeting

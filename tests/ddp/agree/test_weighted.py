@@ -12,12 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from paceline import (
-    ConfigurationError,
-    DesynchronizedError,
-    NonFiniteGradientError,
-)
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import ConfigurationError, DesynchronizedError, NonFiniteGradientError
 from paceline.testing import run_ranks
 
 Gradients = dict[str, torch.Tensor]

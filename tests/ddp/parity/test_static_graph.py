@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel as DDP
-from paceline.errors import TooLateError
+from paceline.errors import AlreadyTrainingError
 from paceline.testing import run_ranks
 from tests.ddp.compare import (
     assert_close,
@@ -155,7 +155,7 @@ def test_set_static_graph_later() -> None:
         assert len(seen) == 1
         late = DDP(mlp(4))
         late(batch(0)).mean().backward()
-        with pytest.raises(TooLateError, match="before training loop starts"):
+        with pytest.raises(AlreadyTrainingError, match="before training loop starts"):
             late._set_static_graph()
 
     run_ranks(2, on_rank)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from paceline import DistributedDataParallel as DDP
-from paceline.errors import PickleError
+from paceline.errors import NotPicklableError
 from paceline.testing import run_ranks
 from tests.ddp.compare import (
     TorchDDP,
@@ -208,7 +208,7 @@ class TestCopies:
     def test_pickle_needs_the_default_group(self) -> None:
         def on_rank() -> None:
             ddp = DDP(mlp(4), process_group=dist.new_group([0, 1]))
-            with pytest.raises(PickleError, match="default process group"):
+            with pytest.raises(NotPicklableError, match="default process group"):
                 torch.save(ddp, io.BytesIO())
 
         run_ranks(2, on_rank)

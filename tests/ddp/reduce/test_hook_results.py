@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline import HookResultError
+from paceline.errors import HookResultError
 from paceline.testing import run_ranks
 
 TIMEOUT_S = 4.0

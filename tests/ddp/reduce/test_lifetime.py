@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline import DistributedDataParallel as DDP
-from paceline import StepError
+from paceline.errors import StepError
 from paceline.testing import run_ranks
 
 Gradients = dict[str, torch.Tensor]

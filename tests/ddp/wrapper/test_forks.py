@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline import DistributedDataParallel, GroupClosedError
+from paceline import DistributedDataParallel
+from paceline.errors import GroupClosedError
 from paceline.testing import run_ranks
 from tests.children import FORKS, do_in_fork, in_child, wait_for
 

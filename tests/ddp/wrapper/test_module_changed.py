@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.utils import parametrizations, prune
 
 from paceline import DistributedDataParallel as DDP
-from paceline import GradientMismatchError, ParametersChangedError, UnusedParametersError
+from paceline.errors import GradientMismatchError, ParametersChangedError, UnusedParametersError
 from paceline.testing import run_ranks
 from tests.ddp.compare import (
     Gradients,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline import ArgumentTypeError, UntrainableModuleError
 from paceline import DistributedDataParallel as DDP
 from paceline.ddp.arguments import check_norms
+from paceline.errors import ArgumentTypeError, UntrainableModuleError
 from paceline.nn import SyncBatchNorm
 from paceline.testing import run_ranks
 from tests.ddp.wrapper.test_phrases import error_of

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import ServerLostError, ServerRefusedError, ServersClosedError, ps
+from paceline import ps
+from paceline.errors import ServerLostError, ServerRefusedError, ServersClosedError
 
 Start = Callable[..., ps.LocalServers]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import ServerError, ServerKeyError, ps
+from paceline import ps
+from paceline.errors import ServerError, ServerKeyError
 from paceline.ps.protocol.keys import make_keys
 from tests.ps.protocol.test_keys import tcp_server
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import IdRangeError, ps
+from paceline import ps
+from paceline.errors import IdRangeError
 from paceline.native.extension import native
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_plan import NativePlan, NumpyPlan, Plan, planned

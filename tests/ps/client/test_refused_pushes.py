@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import PushRefusedError, ServerRefusedError, ps
+from paceline import ps
+from paceline.errors import PushRefusedError, ServerRefusedError
 from paceline.ps.client.ledger import Pending
 from paceline.ps.protocol.wire import Head, Kind, pack_control, read_head
 from tests.ps.client.test_ledger import CLIENT, Model, breaks

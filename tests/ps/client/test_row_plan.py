@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import IdRangeError
+from paceline.errors import IdRangeError
 from paceline.ps.client.row_plan import Layout
 from paceline.ps.protocol.sharding import owners
 from paceline.ps.protocol.table_spec import Sharding

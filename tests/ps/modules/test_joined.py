@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from paceline import BagsError, ps
+from paceline import ps
+from paceline.errors import BagsError
 
 Start = Callable[..., ps.LocalServers]
 NAMES = ["a", "b", "c"]

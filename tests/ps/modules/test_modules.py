@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline import BagsError, ConfigurationError, IdRangeError, PickleError, ps
+from paceline import ps
+from paceline.errors import BagsError, ConfigurationError, IdRangeError, NotPicklableError
 from paceline.ps.client import table_set as module_tables
 from paceline.testing import warm_up
 
@@ -382,7 +383,7 @@ def test_state_dict_says_where_the_tables_are(servers: ps.Servers) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_a_copy_is_refused(servers: ps.Servers, copied: object) -> None:
-    with pytest.raises(PickleError, match="build it anew"):
+    with pytest.raises(NotPicklableError, match="build it anew"):
         copied(make(servers))  # type: ignore[operator]
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import ServerLostError, ServerStartError, ps
+from paceline import ps
+from paceline.errors import ServerLostError, ServerStartError
 from paceline.ps.protocol.settings import ServerSettings, full_path
 from paceline.ps.server.descriptors import Room, used
 from paceline.ps.server.listener import Gate

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import BagsError, TensorsError
+from paceline.errors import BagsError, CollectiveInputError
 from paceline.ps.client.batch import FlatBags, flat_ids
 from paceline.ps.client.batch_exchange import Visit
 from paceline.ps.client.message_parts import RowsPart, message
@@ -45,13 +45,13 @@ def write_rows(tables: Tables, table: int, ids: Tensor, rows: Tensor) -> None:
     Raises:
         IdRangeError: An id is outside of the table.
         BagsError: An id comes twice.
-        TensorsError: The rows do not fit.
+        CollectiveInputError: The rows do not fit.
     """
     config = tables.places[table].config
     flat = flat_ids(config.name, ids)
     expected = (flat.count, config.embedding_dim)
     if tuple(rows.shape) != expected or rows.dtype != config.dtype:
-        raise TensorsError(
+        raise CollectiveInputError(
             f"table {config.name!r}: {flat.count} ids are written by rows of shape {expected} "
             f"and {config.dtype}, not {tuple(rows.shape)} and {rows.dtype}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.errors import ConfigurationError, PickleError
+from paceline.errors import ConfigurationError, NotPicklableError
 from paceline.ps.client.connection import HasAddresses, Servers, as_servers
 from paceline.ps.client.prefetch import PrefetchCounts
 from paceline.ps.client.table_config import TableConfig
@@ -86,7 +86,7 @@ class ServedModule(nn.Module):
         self._tables.lrs[:] = [float(lr) for lr in state["lr"]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PickleError(
+        raise NotPicklableError(
             f"{type(self).__name__} stands for tables on servers, which a copy of it would share: "
             "build it anew with the same names, or save and load tables by servers.save/load"
         )
