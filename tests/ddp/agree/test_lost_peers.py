@@ -23,7 +23,7 @@ from paceline import PeerFailedError, PeerLostError
 from paceline.ddp import wrapper
 from paceline.liveness.roster import Roster
 from paceline.nn import SyncBatchNorm
-from paceline.shm import meeting
+from paceline.shm.attach import handshake as meeting
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
 from paceline.transport import choose

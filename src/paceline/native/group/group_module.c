@@ -1,6 +1,6 @@
 /* What Python sees of the native core: `Core`, `Operation`, and the constants of the layout.
  *
- * With mapping.c the only file of this folder that knows Python. It checks nothing that shm/group.py has checked: addresses are
+ * With mapping.c the only file of this folder that knows Python. It checks nothing that shm/collectives/group.py has checked: addresses are
  * taken as they come. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.ps.protocol.settings import IPC, full_path
-from paceline.shm.passing import is_same_user
+from paceline.shm.attach.fd_exchange import is_same_user
 
 
 def is_own_peer(descriptor: int) -> bool:

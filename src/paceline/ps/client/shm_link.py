@@ -24,7 +24,7 @@ from paceline.ps.protocol.shm_ring import (
     pair_over,
 )
 from paceline.ps.protocol.wire import Frame
-from paceline.shm.passing import is_same_user
+from paceline.shm.attach.fd_exchange import is_same_user
 
 _DOOR_S = 1.0
 """So long may a server take to hand out memory; a busy one is asked again later."""

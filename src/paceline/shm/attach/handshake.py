@@ -1,0 +1,244 @@
+"""The ranks of one host exchange descriptors and map each other's memory.
+
+Called by :mod:`paceline.shm.attach.connect`, which lets all ranks of the group know how it went.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.liveness import Deaths
+from paceline.memory.segment import Mapping, check_segment, create_segment
+from paceline.native.extension import native
+from paceline.shm.attach.connection import Connection, Descriptors
+from paceline.shm.attach.fd_exchange import Deadline, Desk, Visit
+from paceline.shm.core.arena import Arena
+from paceline.shm.core.members import Member
+from paceline.shm.core.pages import PAGE_BYTES, Pages
+from paceline.shm.diagnose.status import Status
+from paceline.shm.diagnose.wait_monitor import Watch
+
+SLOT_BYTES = 1 << 20
+"""Of one staging slot: large enough that meetings do not cost, small enough for the cache."""
+CONNECT_TIMEOUT_S = 60.0
+# A wait spins while the peer is likely to run on another processor, else it yields.
+SPIN_NS = 20_000
+YIELDS = 8
+ALIGNMENT = 4096
+SPARE_DESCRIPTORS = 8
+"""For sockets and the like, while descriptors are passed."""
+
+
+def slots_bytes() -> int:
+    return int(native.SLOTS) * SLOT_BYTES if native is not None else 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands among all, and what it wants to share."""
+
+    members: tuple[Member, ...]
+    hosts: list[list[Member]]
+    rank: int
+    channels: int
+    heap_offset: int
+
+    @property
+    def local(self) -> list[Member]:
+        return next(host for host in self.hosts if self.members[self.rank] in host)
+
+    @property
+    def index(self) -> int:
+        return self.local.index(self.members[self.rank])
+
+    @property
+    def me(self) -> Member:
+        return self.members[self.rank]
+
+    @property
+    def descriptors(self) -> int:
+        """How many everybody is given: the control segment, and two of each rank."""
+        return 1 + 2 * len(self.local)
+
+    @property
+    def channel_bytes(self) -> int:
+        return -(-int(native.control_bytes(len(self.local))) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def pages_offset(self) -> int:
+        return self.channels * self.channel_bytes
+
+    @property
+    def control_bytes(self) -> int:
+        return self.pages_offset + len(self.local) * PAGE_BYTES
+
+
+class Meeting:
+    """One rank's part in the meeting of its host.
+
+    [Note: two rounds]
+    First every rank makes what it will share and hands it in at the desk of the lowest rank of its
+    host, which waits for nobody. Only when all have said that they could does that rank give
+    everything to everybody. So a rank that cannot (no descriptors, no memory, a limit on the size
+    of files) is known to all before anybody waits at a socket, and one that is killed is seen by
+    those who gather.
+    """
+
+    def __init__(self, place: Place, desk: Desk) -> None:
+        self._place = place
+        self._desk = desk
+        self._deadline = Deadline(CONNECT_TIMEOUT_S)
+        self._owned: set[int] = set()
+        self._mine: list[int] = []
+        self._visit: Visit | None = None
+        self._control = -1
+        self.connection: Connection | None = None
+
+    def hand_in(self) -> None:
+        """Make this rank's segments and bring them to the desk."""
+        place = self._place
+        self._check_room()
+        # The name is for people who read /proc/<pid>/maps.
+        arena = create_segment(f"paceline-arena-{place.rank}", place.me.arena_bytes)
+        self._owned.add(arena)
+        # A process opens its own pidfd: nobody can mistake another process for it later.
+        pidfd = os.pidfd_open(os.getpid())
+        self._owned.add(pidfd)
+        self._mine = [arena, pidfd]
+        if place.index == 0:
+            self._make_control()
+            return
+        leader = place.local[0]
+        self._visit = Visit(leader.address, leader.token, place.index, self._mine, self._deadline)
+
+    def _check_room(self) -> None:
+        """See that all descriptors will find room: a receiver that has none cannot say so."""
+        needed = self._place.descriptors + SPARE_DESCRIPTORS
+        spare: list[int] = []
+        try:
+            spare.extend(os.dup(self._desk.fileno()) for _ in range(needed))
+        except OSError as error:
+            text = f"{needed} more descriptors are needed: raise the limit (ulimit -n)"
+            raise OSError(error.errno, text) from error
+        finally:
+            for descriptor in spare:
+                os.close(descriptor)
+
+    def _make_control(self) -> None:
+        place = self._place
+        self._control = create_segment("paceline-control", place.control_bytes)
+        self._owned.add(self._control)
+        mapping = Mapping(self._control, place.control_bytes)
+        for channel in range(place.channels):
+            address = mapping.address + channel * place.channel_bytes
+            native.format(address, len(place.local), SLOT_BYTES)
+
+    def map_all(self) -> None:
+        """Take everybody's descriptors and map the memory."""
+        everything = self._lead() if self._visit is None else self._take(self._visit)
+        place, index = self._place, self._place.index
+        control, arenas, pidfds = everything[0], everything[1::2], everything[2::2]
+        check_segment(control, place.control_bytes)
+        for descriptor, member in zip(arenas, place.local, strict=True):
+            check_segment(descriptor, member.arena_bytes)
+        mapped_control = Mapping(control, place.control_bytes)
+        mapped = [
+            Mapping(descriptor, member.arena_bytes, keeps_copy=at == index)
+            for at, (descriptor, member) in enumerate(zip(arenas, place.local, strict=True))
+        ]
+        watched = [-1 if i == index else fd for i, fd in enumerate(pidfds)]
+        pages = Pages(mapped_control, place.pages_offset, index, len(place.local))
+        bell = pages.bell_address(index)
+        cores = tuple(
+            _make_core(place, channel, mapped_control, mapped, watched, bell)
+            for channel in range(place.channels)
+        )
+        kept = tuple(fd for fd in watched if fd >= 0)
+        self._owned.difference_update(kept)
+        status = Status(pages)
+        watch = Watch(_key(place.local[0]), tuple(place.local), cores, status)
+        watch.start()
+        self.connection = Connection(
+            members=place.members,
+            local=tuple(place.local),
+            hosts=tuple(tuple(member.rank for member in host) for host in place.hosts),
+            index=index,
+            arena=Arena(mapped[index], place.heap_offset),
+            cores=cores,
+            status=status,
+            watch=watch,
+            pidfds=Descriptors(kept),
+            deaths=_watch_all(watched),
+            keep=(mapped_control, *mapped),
+        )
+
+    def _take(self, visit: Visit) -> list[int]:
+        expected = self._place.descriptors
+        everything = visit.take(expected, self._deadline)
+        self._owned.update(everything)
+        if len(everything) != expected:
+            raise ValueError(f"{len(everything)} descriptors came instead of {expected}")
+        return everything
+
+    def _lead(self) -> list[int]:
+        """The lowest rank of the host gives everything to everybody."""
+        world = len(self._place.local)
+        try:
+            found = self._desk.collect(range(1, world), len(self._mine), self._deadline)
+            for descriptors in found.values():
+                self._owned.update(descriptors)
+            pairs = [self._mine, *(found[index] for index in range(1, world))]
+            everything = [self._control, *(fd for pair in pairs for fd in pair)]
+            self._desk.hand_out(everything, self._deadline)
+        except BaseException:
+            self._desk.close()  # who waits there is told
+            raise
+        return everything
+
+    def close(self) -> None:
+        """Close what no connection has taken over."""
+        if self._visit is not None:
+            self._visit.close()
+        while self._owned:
+            os.close(self._owned.pop())
+
+
+def _key(leader: Member) -> str:
+    """Name a connection, the same on all of its ranks; not by a secret."""
+    return hashlib.sha256(leader.address.encode()).hexdigest()[:16]
+
+
+def _watch_all(pidfds: Sequence[int]) -> Deaths:
+    deaths = Deaths()
+    for index, pidfd in enumerate(pidfds):
+        if pidfd >= 0:
+            deaths.watch(index, pidfd)
+    return deaths
+
+
+def _make_core(
+    place: Place,
+    channel: int,
+    control: Mapping,
+    arenas: list[Mapping],
+    pidfds: list[int],
+    bell: int,
+) -> Any:
+    local = place.local
+    has_room = len(local) <= min(member.processors for member in local)
+    return native.Core(
+        control=control.address + channel * place.channel_bytes,
+        rank=place.index,
+        world=len(local),
+        arenas=[(mapping.address, mapping.size_bytes) for mapping in arenas],
+        pidfds=pidfds,
+        stage_offset=channel * slots_bytes(),
+        spin_ns=SPIN_NS if has_room else 0,
+        yields=0 if has_room else YIELDS,
+        slot_bytes=SLOT_BYTES,
+        bell=bell,
+    )
