@@ -132,7 +132,7 @@ class ShmTransport:
         self._plain = C10dTransport(group)
         self.messages: Messages = self._plain.messages
         self._arena = connection.arena
-        connection.watch.bells.subject = weakref.ref(group)
+        connection.watch.queries.subject = weakref.ref(group)
         self._status = connection.status
         self._group: SharedGroup | None = None
         self._stage: Stage | None = None

@@ -98,7 +98,7 @@ def collective_in_handler(seat: Seat) -> Any:
             seat.gather(None)
 
         def strike() -> None:
-            poll(lambda: group._core.row(0)[0] == native.LIFE_WORKING)
+            poll(lambda: group._core.row(0).life == native.LIFE_WORKING)
             os.kill(os.getpid(), signal.SIGTERM)
 
         thread = threading.Thread(target=strike)

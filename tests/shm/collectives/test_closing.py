@@ -82,7 +82,7 @@ def _destroy_in_handler() -> Any:
 
     def strike() -> None:
         core = group._operations._group._core
-        closing_jobs.poll(lambda: core.row(0)[0] == native.LIFE_WORKING)
+        closing_jobs.poll(lambda: core.row(0).life == native.LIFE_WORKING)
         os.kill(os.getpid(), signal.SIGTERM)
 
     store = dist.distributed_c10d._get_default_store()

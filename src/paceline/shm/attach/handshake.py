@@ -152,9 +152,9 @@ class Meeting:
         ]
         watched = [-1 if i == index else fd for i, fd in enumerate(pidfds)]
         pages = Pages(mapped_control, place.pages_offset, index, len(place.local))
-        bell = pages.bell_address(index)
+        doorbell = pages.doorbell_address(index)
         cores = tuple(
-            _make_core(place, channel, mapped_control, mapped, watched, bell)
+            _make_core(place, channel, mapped_control, mapped, watched, doorbell)
             for channel in range(place.channels)
         )
         kept = tuple(fd for fd in watched if fd >= 0)
@@ -226,7 +226,7 @@ def _make_core(
     control: Mapping,
     arenas: list[Mapping],
     pidfds: list[int],
-    bell: int,
+    doorbell: int,
 ) -> Any:
     local = place.local
     has_room = len(local) <= min(member.processors for member in local)
@@ -240,5 +240,5 @@ def _make_core(
         spin_ns=SPIN_NS if has_room else 0,
         yields=0 if has_room else YIELDS,
         slot_bytes=SLOT_BYTES,
-        bell=bell,
+        doorbell=doorbell,
     )

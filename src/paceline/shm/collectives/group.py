@@ -26,7 +26,7 @@ from paceline.shm.collectives.pending import FORKED, Pending
 from paceline.shm.core.dtypes import DTYPES, describe_request, real_view
 from paceline.shm.diagnose.errors import Witness, closed_error, error_for, forked_error
 
-NOT_IN_ARENA = (1 << 64) - 1
+NOT_IN_ARENA = native.NOT_IN_ARENA if native is not None else 0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 

@@ -46,7 +46,7 @@ class Pending:
 
     def done_ns(self) -> int:
         """When it ended, as ``time.perf_counter_ns`` counts; 0 before."""
-        return int(self.operation.times()[1]) if self.is_done() else 0
+        return int(self.operation.ended_ns()) if self.is_done() else 0
 
     def wait(self, timeout_s: float = -1.0) -> None:
         """Block until the results are there; for ever, by default: the operation has a deadline.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -53,21 +55,29 @@ def can_reduce(dtype: torch.dtype, op: int | None) -> bool:
     return code is not None and op is not None and bool(native.can_reduce(code, op))
 
 
-def describe_request(request: tuple[int, int, int, int, int, int]) -> str:
-    """Say in words what a rank brought: ``all_reduce #7 of 1024 float32 (sum)``."""
-    kind, dtype, op, root, count, seq = request
-    name = KIND_NAMES.get(kind, f"collective {kind}")
-    text = f"{name} #{seq}"
+def describe_request(request: Any) -> str:
+    """Say in words what a rank brought: ``all_reduce #7 of 1024 float32 (sum)``.
+
+    Args:
+        request: A ``native.Request``.
+    """
+    name = KIND_NAMES.get(request.kind, f"collective {request.kind}")
+    text = f"{name} #{request.seq}"
     if name in ("barrier", "all_to_all"):
         return text
-    text += f" of {count} {_DTYPE_NAMES.get(dtype, 'unknown')}"
+    text += f" of {request.count} {_DTYPE_NAMES.get(request.dtype, 'unknown')}"
     if name in ("all_reduce", "reduce", "reduce_scatter"):
-        text += f" ({_OP_NAMES.get(op, 'unknown operation')})"
+        text += f" ({_OP_NAMES.get(request.op, 'unknown operation')})"
     if name in ("reduce", "gather"):
-        text += f" to rank {root}"
+        text += f" to rank {request.root}"
     if name in ("broadcast", "scatter"):
-        text += f" from rank {root}"
+        text += f" from rank {request.root}"
     return text
+
+
+def is_behind(row: Any, other: Any) -> bool:
+    """Say whether a rank has not come as far as another, by their ``native.Row``s."""
+    return bool((row.phase - other.phase) & 0x8000_0000)  # phases count modulo 2^32
 
 
 KIND_NAMES: dict[int, str] = {}

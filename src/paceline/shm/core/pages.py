@@ -5,7 +5,7 @@ knows one word.
 
     page of one rank, PAGE_BYTES
     +------------------+-------------------+-------------------+-----
-    | bell, a futex    | ENDING, record 0  | ENDING, record 1  | ANSWER, record 0 ...
+    | doorbell, a futex    | ENDING, record 0  | ENDING, record 1  | ANSWER, record 0 ...
     | HEAD_BYTES       | RECORD_BYTES      |                   |
     +------------------+-------------------+-------------------+-----
     record: number (8 bytes), size (4), CRC-32 of number, size and text (4), text (JSON)
@@ -14,9 +14,9 @@ knows one word.
 The records are written by their own rank alone. A field has two records, written in turn with
 growing numbers; a reader copies a record and believes it only if its checksum is right, and takes
 the one with the higher number. So a rank that dies or is stopped in the middle of a write leaves
-the record before it, a reader never waits, and no order of stores is relied on. The bell is
-counted up by anybody (``native.ring``). What a record says is not trusted: it is bounded, its types
-are checked where it is used, and :func:`printable` takes out what could upset a terminal.
+the record before it, a reader never waits, and no order of stores is relied on. The doorbell is
+counted up by anybody (``native.ring_doorbell``). What a record says is not trusted: it is bounded,
+its types are checked where it is used, and :func:`printable` takes out what could upset a terminal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Field(enum.IntEnum):
     """How the rank ends: :class:`paceline.shm.diagnose.status.Ending`."""
 
     ANSWER = 1
-    """What the rank is doing, written when somebody rings its bell."""
+    """What the rank is doing, written when somebody rings its doorbell."""
 
     STORY = 2
     """Why this rank ended the group, where the native verdict has no words for it."""
@@ -71,8 +71,8 @@ class Pages:
         self.index = index
         self.world = world
 
-    def bell_address(self, index: int) -> int:
-        """Where a rank's bell is."""
+    def doorbell_address(self, index: int) -> int:
+        """Where a rank's doorbell is."""
         return self._address + index * PAGE_BYTES
 
     @property

@@ -23,7 +23,7 @@ from paceline.errors import (
 )
 from paceline.liveness import Deaths
 from paceline.native.extension import native
-from paceline.shm.core.dtypes import describe_request
+from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import Field, printable
 from paceline.shm.diagnose.status import Status, first_cause, tell_end
@@ -163,10 +163,8 @@ def tell_rank_end(reference: weakref.ref[Connection], rank: int) -> tuple[int, s
 def _timed_out(
     core: Any, members: Sequence[Member], me: int, by: int, about: int, what: str
 ) -> CollectiveTimeoutError:
-    reached = core.row(by)[1]
     rows = [core.row(index) for index in range(len(members))]
-    # Phases count modulo 2^32.
-    missing = [i for i, row in enumerate(rows) if (row[1] - reached) & 0x8000_0000] or [about]
+    missing = [i for i, row in enumerate(rows) if is_behind(row, rows[by])] or [about]
     told = "\n".join(
         f"  {_name(members[i])}{_state(members[i].pid)}: {_doing(rows[i])}" for i in missing
     )
@@ -184,17 +182,20 @@ def _timed_out(
 def _mismatch(
     members: Sequence[Member], index: int, operation: Any, what: str
 ) -> CollectiveMismatchError:
-    first, second, brought, also, sent, expected = operation.mismatch()
-    a, b = members[first].rank, members[second].rank
+    differ = operation.mismatch()
+    a, b = members[differ.first].rank, members[differ.second].rank
     me = members[index].rank
-    if sent != expected:
-        found = f"rank {a} sends {sent} bytes to rank {b}, which expects {expected}"
-    elif brought == also:
+    if differ.sent_bytes != differ.expected_bytes:
+        found = (
+            f"rank {a} sends {differ.sent_bytes} bytes to rank {b}, which expects "
+            f"{differ.expected_bytes}"
+        )
+    elif differ.first_request == differ.second_request:
         found = "the tensors do not all lie in shared memory"
     else:
         found = (
-            f"rank {a} brought {describe_request(brought)}, but rank {b} brought "
-            f"{describe_request(also)}"
+            f"rank {a} brought {describe_request(differ.first_request)}, but rank {b} brought "
+            f"{describe_request(differ.second_request)}"
         )
     text = (
         f"Rank {me}: ranks do not agree on {what}: {found}. Nothing was exchanged. All ranks must "
@@ -207,12 +208,12 @@ def _name(member: Member) -> str:
     return f"rank {member.rank} (pid {member.pid} on {member.hostname})"
 
 
-def _doing(row: tuple[Any, ...]) -> str:
-    life, _, since_ns, finished, _, request = row
-    ago_s = (time.monotonic_ns() - since_ns) / 1e9
-    if life == native.LIFE_WORKING:
-        return f"In {describe_request(request)} for {ago_s:.1f} s."
-    done = f"its last was {describe_request(request)}" if finished else "it has been in none yet"
+def _doing(row: Any) -> str:
+    ago_s = (time.monotonic_ns() - row.since_ns) / 1e9
+    what = describe_request(row.request)
+    if row.life == native.LIFE_WORKING:
+        return f"In {what} for {ago_s:.1f} s."
+    done = f"its last was {what}" if row.finished else "it has been in none yet"
     return f"In no collective for {ago_s:.1f} s; {done}."
 
 

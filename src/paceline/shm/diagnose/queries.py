@@ -1,8 +1,9 @@
 """Asking a peer what it is doing, and answering: through the pages.
 
-Whoever asks rings the peer's bell. The peer's watch thread wakes, writes an ANSWER that repeats the
-bell's count, and sleeps on; the one who asked reads the page until the answer is as new as its
-question. A peer that is stopped, dead or too busy does not answer, and nobody waits long for it.
+Whoever asks rings the peer's doorbell: a futex in the peer's page. The peer's monitor thread wakes,
+writes an ANSWER that repeats the doorbell's count, and sleeps on; the one who asked reads the page
+until the answer is as new as its question. A peer that is stopped, dead or too busy does not
+answer, and nobody waits long for it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Answer:
         return f"the thread that was in its last collective has ended{why}"
 
 
-class Bells:
+class PeerQueries:
     """This rank's end of the talk.
 
     Attributes:
@@ -59,13 +60,13 @@ class Bells:
         self.subject: weakref.ref[Any] | None = None
 
     def ring(self, index: int) -> None:
-        """Ring a rank's bell."""
-        native.ring(self._pages.bell_address(index))
+        """Ring a rank's doorbell."""
+        native.ring_doorbell(self._pages.doorbell_address(index))
 
     def listen(self, timeout_s: float) -> None:
         """Wait for a ring, for ever if the time-out is negative, and answer it."""
-        address = self._pages.bell_address(self._pages.index)
-        count = native.await_bell(address, self._seen, timeout_s)
+        address = self._pages.doorbell_address(self._pages.index)
+        count = native.await_doorbell(address, self._seen, timeout_s)
         if count != self._seen:
             self._seen = count
             self._answer()
@@ -93,14 +94,14 @@ class Bells:
     def _answer(self) -> None:
         ident = self._cores[0].caller()
         at = find_thread(ident)
-        value: dict[str, Any] = {"bell": self._seen, "destroyed": self.is_destroyed()}
+        value: dict[str, Any] = {"doorbell": self._seen, "destroyed": self.is_destroyed()}
         value["at"] = None if at is None else asdict(at)
         ended_with = self._status.dead_threads.get(ident, "") if at is None else ""
         self._pages.write(Field.ANSWER, value | {"text": ended_with})
 
     def _count_of(self, peer: int) -> int:
         value = self._pages.read(peer, Field.ANSWER) or {}
-        count = value.get("bell", 0)
+        count = value.get("doorbell", 0)
         return count if isinstance(count, int) else 0
 
     def _read(self, peer: int, newer_than: int) -> Answer | None:

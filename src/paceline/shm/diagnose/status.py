@@ -103,15 +103,15 @@ def first_cause(status: Status, members: Sequence[Member], about: int) -> int:
     return about
 
 
-def tell_end(status: Status, index: int, row: tuple[Any, ...]) -> str:
+def tell_end(status: Status, index: int, row: Any) -> str:
     """Say how a rank that is gone came to its end, and where to look further.
 
     Args:
         status: What ranks have said.
         index: The rank.
-        row: Its row of the native core.
+        row: Its ``native.Row``.
     """
-    is_alive, is_closed = bool(row[4]), row[0] == native.LIFE_CLOSED
+    is_alive, is_closed = row.is_alive, row.life == native.LIFE_CLOSED
     ending = status.ending(index)
     if ending is not None and ending.how is How.EXCEPTION:
         left = "has left the group" if is_alive else "has died"

@@ -1,8 +1,8 @@
 """The thread that finds out why a wait takes long: who is missing, and what it does instead.
 
-One for each connection, asleep in a futex until somebody rings this rank's bell: a peer that waits
-for this rank, or this rank's own native core when a phase has taken half a second. While nothing
-is wrong it never wakes, and a step costs nothing.
+One for each connection, asleep in a futex until somebody rings this rank's doorbell: a peer that
+waits for this rank, or this rank's own native core when a phase has taken half a second. While
+nothing is wrong it never wakes, and a step costs nothing.
 
 A wait that takes long is looked at after 0.5, 1, 2, 4, 8 and then every 10 s: the missing ranks are
 asked what they do (:mod:`paceline.shm.diagnose.queries`). Then
@@ -30,11 +30,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paceline.native.extension import native
-from paceline.shm.core.dtypes import describe_request
+from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import Field, printable
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
-from paceline.shm.diagnose.queries import Answer, Bells
+from paceline.shm.diagnose.queries import Answer, PeerQueries
 from paceline.shm.diagnose.status import Status
 from paceline.shm.diagnose.thread_location import find_thread, uses_c10d_elsewhere
 
@@ -79,7 +79,7 @@ class Watch:
         self.cores = cores
         self.status = status
         self.index = status.pages.index
-        self.bells = Bells(status, cores)
+        self.queries = PeerQueries(status, cores)
         self._waits: dict[int, Wait] = {}
         self._told: set[int] = set()
         self._is_closing = False
@@ -99,7 +99,7 @@ class Watch:
             return
         self._is_closing = True
         self._open.pop(self.key, None)
-        self.bells.ring(self.index)
+        self.queries.ring(self.index)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_PATIENCE_S)
 
@@ -116,7 +116,7 @@ class Watch:
         timeout_s = -1.0
         try:
             while True:
-                self.bells.listen(timeout_s)
+                self.queries.listen(timeout_s)
                 if self._is_closing:
                     return
                 timeout_s = self._look()
@@ -136,18 +136,18 @@ class Watch:
         core = self.cores[channel]
         rows = [core.row(index) for index in range(len(self.members))]
         mine = rows[self.index]
-        missing = [i for i, row in enumerate(rows) if (row[1] - mine[1]) & 0x8000_0000]
-        if mine[0] != native.LIFE_WORKING or core.verdict()[0] or not missing:
+        missing = [i for i, row in enumerate(rows) if is_behind(row, mine)]
+        if mine.life != native.LIFE_WORKING or core.verdict().end or not missing:
             return None
-        key = (channel, int(mine[5][5]), int(mine[1]))
+        key = (channel, mine.request.seq, mine.phase)
         wait = self._waits.get(channel)
         if wait is None or wait.key != key:
-            wait = Wait(key, mine[2] / 1e9)
+            wait = Wait(key, mine.since_ns / 1e9)
         else:
             wait.interval_s = min(wait.interval_s * 2, LAST_INTERVAL_S)
         # One that is in this collective, too, is just slow.
-        absent = [i for i in missing if rows[i][0] == native.LIFE_IDLE]
-        answers = self.bells.ask(absent, ANSWER_PATIENCE_S)
+        absent = [i for i in missing if rows[i].life == native.LIFE_IDLE]
+        answers = self.queries.ask(absent, ANSWER_PATIENCE_S)
         if self._judge(wait, core, missing, answers):
             return None
         self._log(wait, rows, missing, answers)
@@ -157,7 +157,7 @@ class Watch:
         self, wait: Wait, core: Any, missing: Sequence[int], answers: dict[int, Answer]
     ) -> bool:
         """End the group if a rank will never come; say whether that is so."""
-        if not self.bells.is_destroyed():
+        if not self.queries.is_destroyed():
             for peer, answer in answers.items():
                 if answer.is_destroyed:
                     core.declare(native.END_LOST, peer)
@@ -186,8 +186,7 @@ class Watch:
         if pid not in pids:
             return False
         theirs, ours = core.row(pids.index(pid)), core.row(other.index)
-        is_behind = bool((ours[1] - theirs[1]) & 0x8000_0000)
-        return theirs[0] == native.LIFE_WORKING and is_behind
+        return theirs.life == native.LIFE_WORKING and is_behind(ours, theirs)
 
     # --- telling ---------------------------------------------------------------------------------
 
@@ -197,7 +196,7 @@ class Watch:
         assert evidence.theirs is not None
         assert evidence.ours is not None
         me, other = self.members[self.index].rank, self.members[peer].rank
-        what = describe_request(core.row(self.index)[5])
+        what = describe_request(core.row(self.index).request)
         text = (
             "ranks are in different collectives and wait for each other.\n"
             f"  rank {me} waits in {what}: {evidence.ours.describe()}\n"
@@ -216,16 +215,16 @@ class Watch:
             their_core.declare(native.END_MISMATCH, by_pid[self.members[peer].pid])
         for index in range(len(self.members)):
             if index != self.index:
-                self.bells.ring(index)
+                self.queries.ring(index)
 
     def _tell_story(self) -> None:
         """Write on this rank's log why a group has ended, if it is where nothing raises."""
         for channel, core in enumerate(self.cores):
-            end, by, _ = core.verdict()
-            is_elsewhere = (core.row(self.index)[1] - core.row(by)[1]) & 0x8000_0000
-            if end == native.END_MISMATCH and is_elsewhere and channel not in self._told:
+            verdict = core.verdict()
+            is_elsewhere = is_behind(core.row(self.index), core.row(verdict.by))
+            if verdict.end == native.END_MISMATCH and is_elsewhere and channel not in self._told:
                 self._told.add(channel)
-                story = self.status.pages.read(by, Field.STORY) or {}
+                story = self.status.pages.read(verdict.by, Field.STORY) or {}
                 if story.get("raises") is not True:
                     rank = self.members[self.index].rank
                     logger.error("Rank %d: %s", rank, printable(story.get("text", "")))
@@ -247,15 +246,15 @@ class Watch:
             "Rank %d has waited for %.0f s in %s: %s",
             self.members[self.index].rank,
             waited_s,
-            describe_request(rows[self.index][5]),
+            describe_request(rows[self.index].request),
             told,
         )
 
     def _describe(self, peer: int, row: Any, answer: Answer | None) -> str:
         member = self.members[peer]
         who = f"rank {member.rank} (pid {member.pid} on {member.hostname})"
-        if row[0] == native.LIFE_WORKING:
+        if row.life == native.LIFE_WORKING:
             return f"{who} is in this collective, too, but slow"
-        ago_s = (time.monotonic_ns() - row[2]) / 1e9
+        ago_s = (time.monotonic_ns() - row.since_ns) / 1e9
         doing = answer.describe() if answer is not None else "it does not answer: stopped, or busy"
         return f"{who} has been in no collective of this group for {ago_s:.1f} s; {doing}"
