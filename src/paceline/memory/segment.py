@@ -1,8 +1,8 @@
 """A segment: one piece of anonymous shared memory (a memfd), mapped into this process.
 
 Nothing appears in the file system, so there is nothing to clean up: the memory is gone when the
-last process that maps it is. Sealed against shrinking, so that no peer can take memory away under
-a reader. Must not know what lies in it.
+last process that maps it is. Its size is sealed, so that no peer can take memory away under a
+reader. Called by :mod:`paceline.shm` and :mod:`paceline.ps`. Must not know what lies in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from paceline.native.extension import native
 # <fcntl.h>; Python has these names from 3.9 on, but not everywhere.
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
+_F_SEAL_SEAL = 0x0001
 _F_SEAL_SHRINK = 0x0002
+_F_SEAL_GROW = 0x0004
 
 
 def create_segment(name: str, size_bytes: int) -> int:
@@ -29,7 +31,7 @@ def create_segment(name: str, size_bytes: int) -> int:
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
     except BaseException:
         os.close(descriptor)
         raise

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.memory.segment import create_segment
-from paceline.shm.attach.fd_exchange import Deadline, Desk, visit
+from paceline.shm.attach.fd_exchange import Deadline, FdExchange, FdExchangeClient
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -32,11 +32,22 @@ def written(text: bytes) -> int:
     return descriptor
 
 
-def serve(desk: Desk, ranks: range, timeout_s: float = 5.0) -> dict[int, list[int]]:
+def serve(exchange: FdExchange, ranks: range, timeout_s: float = 5.0) -> dict[int, list[int]]:
     """Collect one descriptor from each rank and hand all of them out."""
-    found = desk.collect(ranks, 1, Deadline(timeout_s))
-    desk.hand_out([found[rank][0] for rank in ranks], Deadline(timeout_s))
+    found = exchange.collect(ranks, 1, Deadline(timeout_s))
+    exchange.send_all([found[rank][0] for rank in ranks], Deadline(timeout_s))
     return found
+
+
+def visit(
+    address: str, token: str, rank: int, mine: list[int], expected: int, deadline: Deadline
+) -> list[int]:
+    """Send descriptors and take everybody's."""
+    client = FdExchangeClient(address, token, rank, mine, deadline)
+    try:
+        return client.take(expected, deadline)
+    finally:
+        client.close()
 
 
 def in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -54,12 +65,12 @@ def close_all(*lists: list[int]) -> None:
 
 def test_more_descriptors_than_one_message_takes(address: str) -> None:
     mine = [written(b"number %03d" % number) for number in range(450)]
-    with Desk(address, TOKEN) as desk:
+    with FdExchange(address, TOKEN) as exchange:
         thread, results = in_thread(
             lambda: visit(address, TOKEN, 1, mine[:1], len(mine), Deadline(20))
         )
-        collected = desk.collect(range(1, 2), 1, Deadline(20))
-        desk.hand_out(mine, Deadline(20))
+        collected = exchange.collect(range(1, 2), 1, Deadline(20))
+        exchange.send_all(mine, Deadline(20))
         thread.join()
     (received,) = results
     assert [read(fd)[:10] for fd in received] == [b"number %03d" % n for n in range(450)]
@@ -70,12 +81,12 @@ def test_more_descriptors_than_one_message_takes(address: str) -> None:
 def test_everybody_gets_everything_in_order(address: str, peers: int) -> None:
     ranks = range(1, peers + 1)
     mine = {rank: written(b"rank %03d" % rank) for rank in ranks}
-    with Desk(address, TOKEN) as desk:
+    with FdExchange(address, TOKEN) as exchange:
         visits = [
             in_thread(lambda r=rank: visit(address, TOKEN, r, [mine[r]], peers, Deadline(20)))
             for rank in ranks
         ]
-        collected = serve(desk, ranks, timeout_s=20)
+        collected = serve(exchange, ranks, timeout_s=20)
     for thread, _ in visits:
         thread.join()
     for _, (received,) in visits:
@@ -89,8 +100,8 @@ def test_a_wrong_token_is_turned_away_and_the_right_one_still_served(
     address: str, token: str
 ) -> None:
     descriptor = written(b"secret")
-    with Desk(address, TOKEN) as desk:
-        thread, served = in_thread(lambda: serve(desk, range(1, 2)))
+    with FdExchange(address, TOKEN) as exchange:
+        thread, served = in_thread(lambda: serve(exchange, range(1, 2)))
         with pytest.raises(OSError, match=r"gone away|reset|timed out"):
             visit(address, token, 1, [descriptor], 1, Deadline(5))
         received = visit(address, TOKEN, 1, [descriptor], 1, Deadline(5))
@@ -112,11 +123,11 @@ def as_other_user(address: str, pipe: Any) -> None:
 def test_another_user_is_turned_away_even_with_the_token(address: str) -> None:
     context = multiprocessing.get_context("fork")
     near, far = context.Pipe()
-    with Desk(address, TOKEN) as desk:
+    with FdExchange(address, TOKEN) as exchange:
         process = context.Process(target=as_other_user, args=(address, far))
         process.start()
         with pytest.raises(TimeoutError):
-            desk.collect(range(1, 2), 1, Deadline(1.5))
+            exchange.collect(range(1, 2), 1, Deadline(1.5))
     process.join()
     assert near.recv()[0] == "refused"
     near.close()
@@ -125,23 +136,23 @@ def test_another_user_is_turned_away_even_with_the_token(address: str) -> None:
 
 
 def test_a_peer_that_never_comes_ends_in_time(address: str) -> None:
-    with Desk(address, TOKEN) as desk, pytest.raises(TimeoutError):
-        desk.collect(range(1, 2), 1, Deadline(0.2))
+    with FdExchange(address, TOKEN) as exchange, pytest.raises(TimeoutError):
+        exchange.collect(range(1, 2), 1, Deadline(0.2))
 
 
 def test_a_peer_that_says_nothing_does_not_block_the_others(address: str) -> None:
     descriptor = written(b"x")
-    with Desk(address, TOKEN) as desk:
+    with FdExchange(address, TOKEN) as exchange:
         silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         silent.connect("\0" + address)
         silent.shutdown(socket.SHUT_WR)
-        thread, served = in_thread(lambda: serve(desk, range(1, 2)))
+        thread, served = in_thread(lambda: serve(exchange, range(1, 2)))
         received = visit(address, TOKEN, 1, [descriptor], 1, Deadline(5))
         thread.join()
         silent.close()
     close_all(received, [descriptor], *served[0].values())
 
 
-def test_nobody_at_the_desk(address: str) -> None:
+def test_nobody_listens(address: str) -> None:
     with pytest.raises(ConnectionRefusedError):
         visit(address, TOKEN, 1, [], 1, Deadline(1))

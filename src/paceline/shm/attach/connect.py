@@ -14,8 +14,8 @@ from typing import Any
 
 from paceline.native.extension import DISABLED, native
 from paceline.shm.attach.connection import Connection
-from paceline.shm.attach.fd_exchange import Desk, DeskGoneError
-from paceline.shm.attach.handshake import ALIGNMENT, Meeting, Place, slots_bytes
+from paceline.shm.attach.fd_exchange import ExchangeClosedError, FdExchange
+from paceline.shm.attach.handshake import ALIGNMENT, Handshake, SharePlan, slots_bytes
 from paceline.shm.core.members import Member, by_host, describe_self
 
 Gather = Callable[[Any], list[Any]]
@@ -51,7 +51,9 @@ def connect(
     me = describe_self(rank, arena_bytes)
     # Every rank listens before it says who it is: a peer may call at once.
     with contextlib.ExitStack() as stack:
-        desk = stack.enter_context(Desk(me.address, me.token)) if not me.unavailable else None
+        exchange = (
+            stack.enter_context(FdExchange(me.address, me.token)) if not me.unavailable else None
+        )
         answers = gather(me.to_json())
         members = tuple(Member.from_json(answer, rank) for rank, answer in enumerate(answers))
         hosts = by_host(members)
@@ -59,19 +61,21 @@ def connect(
         if reason is not None:
             is_fault = any(member.unavailable not in ("", DISABLED) for member in members)
             return Refusal(reason, is_fault=is_fault)
-        assert desk is not None
-        place = Place(members, hosts, rank, channels, heap_offset)
-        return _connect_together(place, desk, gather)
+        assert exchange is not None
+        plan = SharePlan(members, hosts, rank, channels, heap_offset)
+        return _connect_together(plan, exchange, gather)
 
 
-def _connect_together(place: Place, desk: Desk, gather: Gather) -> Connection | Refusal:
-    """Hand in, then map, on all ranks, or on none. See [Note: two rounds]."""
-    with contextlib.closing(Meeting(place, desk)) as meeting:
-        refusal = _all_do(gather, meeting.hand_in)
+def _connect_together(
+    plan: SharePlan, exchange: FdExchange, gather: Gather
+) -> Connection | Refusal:
+    """Send, then map, on all ranks, or on none. See [Note: two rounds]."""
+    with contextlib.closing(Handshake(plan, exchange)) as handshake:
+        refusal = _all_do(gather, handshake.send_own)
         if refusal is not None:
             return refusal
-        refusal = _all_do(gather, meeting.map_all)
-        connection = meeting.connection
+        refusal = _all_do(gather, handshake.map_all)
+        connection = handshake.connection
     if refusal is None:
         assert connection is not None
         return connection
@@ -89,7 +93,7 @@ def _all_do(gather: Gather, step: Callable[[], None]) -> Refusal | None:
     try:
         step()
     except (OSError, ValueError) as error:
-        trouble = [f"{type(error).__name__}: {error}", isinstance(error, DeskGoneError)]
+        trouble = [f"{type(error).__name__}: {error}", isinstance(error, ExchangeClosedError)]
     troubles = [(bool(late), rank, str(text)) for rank, (text, late) in enumerate(gather(trouble))]
     failed = sorted(trouble for trouble in troubles if trouble[2])
     if not failed:

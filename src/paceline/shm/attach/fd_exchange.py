@@ -1,11 +1,11 @@
-"""Hands descriptors between processes of one user, over an abstract Unix socket.
+"""Ranks of a host give each other descriptors, over an abstract Unix socket.
 
-An abstract socket has no file: nothing is left when a process dies half-way. The kernel says who is
-at the other end; another user is turned away, and so is a process without the group's token. All
-waits have a deadline.
+Called by :mod:`paceline.shm.attach.handshake`. An abstract socket has no file: nothing is left when
+a process dies half-way. The kernel says who is at the other end; another user is turned away, and
+so is a process without the group's token. All waits have a deadline.
 
-A :class:`Visit` hands its descriptors in without waiting for anybody: the kernel keeps them until
-the desk takes them. So when all ranks have said that they have, the desk waits for nobody either,
+A client sends its descriptors without waiting for anybody: the kernel keeps them until the exchange
+takes them. So when all ranks have said that they have sent, the exchange waits for nobody either,
 and a side that goes away is seen at once by the other.
 """
 
@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import errno
 import hmac
-import os
 import socket
 import struct
 import time
 from collections.abc import Sequence
 
-_CREDENTIALS = struct.Struct("3i")
+from paceline.memory.descriptors import close_all, is_same_user, receive
+
 _HELLO = struct.Struct("!I")
 _FDS_PER_MESSAGE = 200  # the kernel takes 253
 _TOKEN_BYTES = 32
 
 
-class DeskGoneError(ConnectionError):
+class ExchangeClosedError(ConnectionError):
     """Something has gone wrong at the other end, which knows more about it."""
 
 
@@ -44,8 +44,8 @@ class Deadline:
         return time.monotonic() >= self._until_s
 
 
-class Desk:
-    """Where one rank collects descriptors from all its peers and hands all of them to each."""
+class FdExchange:
+    """One rank's socket: takes descriptors from all its peers, and gives all of them to each."""
 
     def __init__(self, address: str, token: str) -> None:
         self._token = token
@@ -69,17 +69,17 @@ class Desk:
                 answer = self._hello(connection, each)
                 if answer is None or answer[0] not in ranks or answer[0] in found:
                     connection.close()
-                    _close_all(answer[1] if answer else [])
+                    close_all(answer[1] if answer else [])
                     continue
                 self._peers[answer[0]] = connection
                 found[answer[0]] = answer[1]
         except BaseException:
             for descriptors in found.values():
-                _close_all(descriptors)
+                close_all(descriptors)
             raise
         return found
 
-    def hand_out(self, descriptors: Sequence[int], deadline: Deadline) -> None:
+    def send_all(self, descriptors: Sequence[int], deadline: Deadline) -> None:
         """Give all descriptors to every peer."""
         for connection in self._peers.values():
             connection.settimeout(deadline.left_s())
@@ -88,7 +88,9 @@ class Desk:
                 try:
                     socket.send_fds(connection, [b"."], part)
                 except BrokenPipeError as error:
-                    raise DeskGoneError("a peer that was to take descriptors is gone") from error
+                    raise ExchangeClosedError(
+                        "a peer that was to take descriptors is gone"
+                    ) from error
 
     def fileno(self) -> int:
         """The descriptor of the socket."""
@@ -100,7 +102,7 @@ class Desk:
             connection.close()
         self._socket.close()
 
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> FdExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,34 +114,33 @@ class Desk:
             return None
         try:
             size = _HELLO.size + _TOKEN_BYTES
-            data, descriptors, flags, _ = socket.recv_fds(connection, size, each)
-        except OSError:
+            data, descriptors = receive(connection, size, each)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise
             return None
-        if flags & socket.MSG_CTRUNC:
-            _close_all(descriptors)
-            raise OSError(errno.EMFILE, "too few descriptors are allowed (ulimit -n)")
         token = data[_HELLO.size :].decode("ascii", "replace")
         is_right = len(data) == size and hmac.compare_digest(token.encode(), self._token.encode())
         if not is_right or len(descriptors) != each:
-            _close_all(descriptors)
+            close_all(descriptors)
             return None
-        return _HELLO.unpack(data[: _HELLO.size])[0], list(descriptors)
+        return _HELLO.unpack(data[: _HELLO.size])[0], descriptors
 
 
-class Visit:
-    """One rank's way to a desk: hand in, then take what all have handed in."""
+class FdExchangeClient:
+    """A peer's end: send descriptors, then take what all have sent."""
 
     def __init__(
         self, address: str, token: str, rank: int, mine: Sequence[int], deadline: Deadline
     ) -> None:
-        """Hand in descriptors. Does not wait for the desk.
+        """Send descriptors. Does not wait for the exchange.
 
         Raises:
-            OSError: If there is no desk, or no descriptor for a socket.
+            OSError: If nobody listens, or no descriptor for a socket.
         """
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            _call_on(self._connection, "\0" + address, deadline)
+            _connect(self._connection, "\0" + address, deadline)
             if not is_same_user(self._connection):
                 raise PermissionError("another user listens at the socket of a peer")
             hello = _HELLO.pack(rank) + token.encode()
@@ -152,20 +153,18 @@ class Visit:
         """Take everybody's descriptors.
 
         Raises:
-            OSError: If they do not come in time, the desk goes away, or there is no room for them.
+            OSError: If they do not come in time, the exchange goes away, or there is no room.
         """
         received: list[int] = []
         try:
             while len(received) < expected:
                 self._connection.settimeout(deadline.left_s())
-                data, descriptors, flags, _ = socket.recv_fds(self._connection, 1, _FDS_PER_MESSAGE)
+                data, descriptors = receive(self._connection, 1, _FDS_PER_MESSAGE)
                 received.extend(descriptors)
-                if flags & socket.MSG_CTRUNC:
-                    raise OSError(errno.EMFILE, "too few descriptors are allowed (ulimit -n)")
                 if not data:
-                    raise DeskGoneError("the peer that hands out descriptors has gone away")
+                    raise ExchangeClosedError("the peer that hands out descriptors has gone away")
         except BaseException:
-            _close_all(received)
+            close_all(received)
             raise
         return received
 
@@ -174,22 +173,7 @@ class Visit:
         self._connection.close()
 
 
-def visit(
-    address: str, token: str, rank: int, mine: Sequence[int], expected: int, deadline: Deadline
-) -> list[int]:
-    """Give a desk this rank's descriptors and take everybody's.
-
-    Raises:
-        OSError: If nobody answers in time, or the peer goes away.
-    """
-    visitor = Visit(address, token, rank, mine, deadline)
-    try:
-        return visitor.take(expected, deadline)
-    finally:
-        visitor.close()
-
-
-def _call_on(connection: socket.socket, address: str, deadline: Deadline) -> None:
+def _connect(connection: socket.socket, address: str, deadline: Deadline) -> None:
     """Connect; if too many others are in the queue, try again."""
     while True:
         connection.settimeout(deadline.left_s())
@@ -200,15 +184,3 @@ def _call_on(connection: socket.socket, address: str, deadline: Deadline) -> Non
             if deadline.is_over():
                 raise
             time.sleep(0.005)
-
-
-def is_same_user(connection: socket.socket) -> bool:
-    """Say whether the process at the other end is of this user; the kernel knows."""
-    size = _CREDENTIALS.size
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.liveness import Deaths
+from paceline.memory.descriptors import close_all
 from paceline.memory.segment import Mapping, check_segment, create_segment
 from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection, Descriptors
-from paceline.shm.attach.fd_exchange import Deadline, Desk, Visit
+from paceline.shm.attach.fd_exchange import Deadline, FdExchange, FdExchangeClient
 from paceline.shm.core.arena import Arena
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import PAGE_BYTES, Pages
@@ -38,7 +39,7 @@ def slots_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class SharePlan:
     """Where this rank stands among all, and what it wants to share."""
 
     members: tuple[Member, ...]
@@ -77,97 +78,98 @@ class Place:
         return self.pages_offset + len(self.local) * PAGE_BYTES
 
 
-class Meeting:
-    """One rank's part in the meeting of its host.
+class Handshake:
+    """One rank's part in the hand-shake of its host.
 
     [Note: two rounds]
-    First every rank makes what it will share and hands it in at the desk of the lowest rank of its
-    host, which waits for nobody. Only when all have said that they could does that rank give
+    First every rank makes what it will share and sends it to the lowest rank of its host, which
+    waits for nobody. Only when all have said that they could does that rank give
     everything to everybody. So a rank that cannot (no descriptors, no memory, a limit on the size
     of files) is known to all before anybody waits at a socket, and one that is killed is seen by
     those who gather.
     """
 
-    def __init__(self, place: Place, desk: Desk) -> None:
-        self._place = place
-        self._desk = desk
+    def __init__(self, plan: SharePlan, exchange: FdExchange) -> None:
+        self._plan = plan
+        self._exchange = exchange
         self._deadline = Deadline(CONNECT_TIMEOUT_S)
         self._owned: set[int] = set()
         self._mine: list[int] = []
-        self._visit: Visit | None = None
+        self._client: FdExchangeClient | None = None
         self._control = -1
         self.connection: Connection | None = None
 
-    def hand_in(self) -> None:
-        """Make this rank's segments and bring them to the desk."""
-        place = self._place
+    def send_own(self) -> None:
+        """Make this rank's segments and send them to the lowest rank of the host."""
+        plan = self._plan
         self._check_room()
         # The name is for people who read /proc/<pid>/maps.
-        arena = create_segment(f"paceline-arena-{place.rank}", place.me.arena_bytes)
+        arena = create_segment(f"paceline-arena-{plan.rank}", plan.me.arena_bytes)
         self._owned.add(arena)
         # A process opens its own pidfd: nobody can mistake another process for it later.
         pidfd = os.pidfd_open(os.getpid())
         self._owned.add(pidfd)
         self._mine = [arena, pidfd]
-        if place.index == 0:
+        if plan.index == 0:
             self._make_control()
             return
-        leader = place.local[0]
-        self._visit = Visit(leader.address, leader.token, place.index, self._mine, self._deadline)
+        leader = plan.local[0]
+        self._client = FdExchangeClient(
+            leader.address, leader.token, plan.index, self._mine, self._deadline
+        )
 
     def _check_room(self) -> None:
         """See that all descriptors will find room: a receiver that has none cannot say so."""
-        needed = self._place.descriptors + SPARE_DESCRIPTORS
+        needed = self._plan.descriptors + SPARE_DESCRIPTORS
         spare: list[int] = []
         try:
-            spare.extend(os.dup(self._desk.fileno()) for _ in range(needed))
+            spare.extend(os.dup(self._exchange.fileno()) for _ in range(needed))
         except OSError as error:
             text = f"{needed} more descriptors are needed: raise the limit (ulimit -n)"
             raise OSError(error.errno, text) from error
         finally:
-            for descriptor in spare:
-                os.close(descriptor)
+            close_all(spare)
 
     def _make_control(self) -> None:
-        place = self._place
-        self._control = create_segment("paceline-control", place.control_bytes)
+        plan = self._plan
+        self._control = create_segment("paceline-control", plan.control_bytes)
         self._owned.add(self._control)
-        mapping = Mapping(self._control, place.control_bytes)
-        for channel in range(place.channels):
-            address = mapping.address + channel * place.channel_bytes
-            native.format(address, len(place.local), SLOT_BYTES)
+        mapping = Mapping(self._control, plan.control_bytes)
+        for channel in range(plan.channels):
+            address = mapping.address + channel * plan.channel_bytes
+            native.format(address, len(plan.local), SLOT_BYTES)
 
     def map_all(self) -> None:
         """Take everybody's descriptors and map the memory."""
-        everything = self._lead() if self._visit is None else self._take(self._visit)
-        place, index = self._place, self._place.index
+        everything = self._lead() if self._client is None else self._take(self._client)
+        plan, index = self._plan, self._plan.index
         control, arenas, pidfds = everything[0], everything[1::2], everything[2::2]
-        check_segment(control, place.control_bytes)
-        for descriptor, member in zip(arenas, place.local, strict=True):
+        check_segment(control, plan.control_bytes)
+        for descriptor, member in zip(arenas, plan.local, strict=True):
             check_segment(descriptor, member.arena_bytes)
-        mapped_control = Mapping(control, place.control_bytes)
+        mapped_control = Mapping(control, plan.control_bytes)
         mapped = [
             Mapping(descriptor, member.arena_bytes, keeps_copy=at == index)
-            for at, (descriptor, member) in enumerate(zip(arenas, place.local, strict=True))
+            for at, (descriptor, member) in enumerate(zip(arenas, plan.local, strict=True))
         ]
         watched = [-1 if i == index else fd for i, fd in enumerate(pidfds)]
-        pages = Pages(mapped_control, place.pages_offset, index, len(place.local))
+        pages = Pages(mapped_control, plan.pages_offset, index, len(plan.local))
         doorbell = pages.doorbell_address(index)
         cores = tuple(
-            _make_core(place, channel, mapped_control, mapped, watched, doorbell)
-            for channel in range(place.channels)
+            _make_core(plan, channel, mapped_control, mapped, watched, doorbell)
+            for channel in range(plan.channels)
         )
         kept = tuple(fd for fd in watched if fd >= 0)
         self._owned.difference_update(kept)
         status = Status(pages)
-        watch = Watch(_key(place.local[0]), tuple(place.local), cores, status)
+        watch = Watch(_key(plan.local[0]), tuple(plan.local), cores, status)
         watch.start()
         self.connection = Connection(
-            members=place.members,
-            local=tuple(place.local),
-            hosts=tuple(tuple(member.rank for member in host) for host in place.hosts),
+            members=plan.members,
+            local=tuple(plan.local),
+            hosts=tuple(tuple(member.rank for member in host) for host in plan.hosts),
             index=index,
-            arena=Arena(mapped[index], place.heap_offset),
+            arena=Arena(mapped[index], plan.heap_offset),
             cores=cores,
             status=status,
             watch=watch,
@@ -176,9 +178,9 @@ class Meeting:
             keep=(mapped_control, *mapped),
         )
 
-    def _take(self, visit: Visit) -> list[int]:
-        expected = self._place.descriptors
-        everything = visit.take(expected, self._deadline)
+    def _take(self, client: FdExchangeClient) -> list[int]:
+        expected = self._plan.descriptors
+        everything = client.take(expected, self._deadline)
         self._owned.update(everything)
         if len(everything) != expected:
             raise ValueError(f"{len(everything)} descriptors came instead of {expected}")
@@ -186,25 +188,25 @@ class Meeting:
 
     def _lead(self) -> list[int]:
         """The lowest rank of the host gives everything to everybody."""
-        world = len(self._place.local)
+        world = len(self._plan.local)
         try:
-            found = self._desk.collect(range(1, world), len(self._mine), self._deadline)
+            found = self._exchange.collect(range(1, world), len(self._mine), self._deadline)
             for descriptors in found.values():
                 self._owned.update(descriptors)
             pairs = [self._mine, *(found[index] for index in range(1, world))]
             everything = [self._control, *(fd for pair in pairs for fd in pair)]
-            self._desk.hand_out(everything, self._deadline)
+            self._exchange.send_all(everything, self._deadline)
         except BaseException:
-            self._desk.close()  # who waits there is told
+            self._exchange.close()  # who waits there is told
             raise
         return everything
 
     def close(self) -> None:
         """Close what no connection has taken over."""
-        if self._visit is not None:
-            self._visit.close()
-        while self._owned:
-            os.close(self._owned.pop())
+        if self._client is not None:
+            self._client.close()
+        close_all(self._owned)
+        self._owned.clear()
 
 
 def _key(leader: Member) -> str:
@@ -221,18 +223,18 @@ def _watch_all(pidfds: Sequence[int]) -> Deaths:
 
 
 def _make_core(
-    place: Place,
+    plan: SharePlan,
     channel: int,
     control: Mapping,
     arenas: list[Mapping],
     pidfds: list[int],
     doorbell: int,
 ) -> Any:
-    local = place.local
+    local = plan.local
     has_room = len(local) <= min(member.processors for member in local)
     return native.Core(
-        control=control.address + channel * place.channel_bytes,
-        rank=place.index,
+        control=control.address + channel * plan.channel_bytes,
+        rank=plan.index,
         world=len(local),
         arenas=[(mapping.address, mapping.size_bytes) for mapping in arenas],
         pidfds=pidfds,
