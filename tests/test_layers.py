@@ -19,7 +19,7 @@ LAYERS = (
     {"buckets"},
     {"transport"},
     {"shm"},
-    {"liveness"},
+    {"liveness", "memory"},
     {"observe"},
     {"native"},
     {
@@ -28,7 +28,7 @@ LAYERS = (
         "forks",
         "freed_memory",
         "gloo_threads",
-        "last_words",
+        "exit_reason",
         "torch_private",
         "types",
     },
@@ -37,7 +37,7 @@ HEIGHT = {part: len(LAYERS) - level for level, parts in enumerate(LAYERS) for pa
 BOTTOM = LAYERS[-1]
 
 # Beside the layers: what users' tests import may not depend on what it tests.
-TESTING_MAY_IMPORT = {"errors", "last_words"}
+TESTING_MAY_IMPORT = {"errors", "exit_reason"}
 # Entry points, which only hand on.
 FREE = {"__init__", "__main__", "autoload"}
 
@@ -52,6 +52,7 @@ ROOMS = {
         {"state"},
         {"protocol"},
     ),
+    "shm": ({"backend"}, {"collectives"}, {"attach"}, {"diagnose"}, {"core"}),
     "ddp": ({"features"}, {"reduce"}, {"agree"}, {"autograd"}),
 }
 # A trainer imports nothing of a server, and the other way round.

@@ -23,6 +23,6 @@ def register_backend() -> None:
 
 def create_group(store: Any, rank: int, world: int, timeout: timedelta) -> Any:
     """Make a group; called by ``init_process_group`` and ``new_group``."""
-    from paceline.shm.backend import PacelineGroup
+    from paceline.shm.backend.process_group import PacelineGroup
 
     return PacelineGroup(store, rank, world, timeout)

@@ -140,7 +140,7 @@ def one(group: SharedGroup, seat: Seat, name: str, count: int) -> dict[str, Any]
 def let_it_sleep(group: SharedGroup) -> None:
     """Come late: the rank with the fault is in the collective, and has to wait."""
     until_s = time.monotonic() + 60
-    while group._core.row(ROOT)[0] != native.LIFE_WORKING and time.monotonic() < until_s:
+    while group._core.row(ROOT).life != native.LIFE_WORKING and time.monotonic() < until_s:
         time.sleep(0.001)
     time.sleep(0.03)
 

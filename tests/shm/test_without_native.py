@@ -23,7 +23,7 @@ def test_the_package_imports_without_the_extension() -> None:
     code = """
 import sys
 sys.modules["paceline.native._native"] = None
-import paceline, paceline.shm.backend
+import paceline, paceline.shm.backend.process_group
 from paceline import DistributedDataParallel
 from paceline.native.extension import missing_reason
 print(missing_reason())

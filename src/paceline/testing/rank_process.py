@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.last_words import note_exception
+from paceline.exit_reason import note_exception
 from paceline.testing.payload import pack, unpack_call
 
 try:

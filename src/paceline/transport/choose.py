@@ -17,9 +17,9 @@ from paceline.errors import ConfigurationError, SharedMemoryError
 from paceline.liveness import watch_of
 from paceline.native.extension import DISABLE_VARIABLE
 from paceline.shm import Refusal, connect
-from paceline.shm.connect import Gather
-from paceline.shm.lanes import CHANNELS
-from paceline.shm.staged import HEAP_BYTES
+from paceline.shm.attach.connect import Gather
+from paceline.shm.collectives.chunked import HEAP_BYTES
+from paceline.shm.collectives.cross_host import CHANNELS
 from paceline.transport.c10d import C10dTransport
 from paceline.transport.exchange import gather_json
 from paceline.transport.messages import GroupMessages

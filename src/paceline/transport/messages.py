@@ -16,8 +16,8 @@ import torch.distributed as dist
 from paceline.liveness import watch_of
 from paceline.liveness.watch import gather_all
 from paceline.shm import SharedGroup
-from paceline.shm.dtypes import OPS
-from paceline.shm.group import BLOCKING
+from paceline.shm.collectives.group import BLOCKING
+from paceline.shm.core.dtypes import OPS
 from paceline.torch_private import copy_all
 from paceline.types import Messages
 

@@ -23,12 +23,12 @@ from paceline.errors import CollectiveError
 from paceline.forks import finalize_here
 from paceline.liveness import watch_of
 from paceline.shm import Connection, SharedGroup
-from paceline.shm.dtypes import OPS
-from paceline.shm.inner import lane_ranks
-from paceline.shm.lanes import LaneGroup, count_lanes
-from paceline.shm.staged import Stage
-from paceline.shm.verdicts import tell_rank_end
-from paceline.shm.work import FutureThread
+from paceline.shm.backend.gloo import lane_ranks
+from paceline.shm.backend.work import FutureThread
+from paceline.shm.collectives.chunked import Stage
+from paceline.shm.collectives.cross_host import LaneGroup, count_lanes
+from paceline.shm.core.dtypes import OPS
+from paceline.shm.diagnose.errors import tell_rank_end
 from paceline.torch_private import (
     group_timeout,
     is_profiled,
@@ -132,7 +132,7 @@ class ShmTransport:
         self._plain = C10dTransport(group)
         self.messages: Messages = self._plain.messages
         self._arena = connection.arena
-        connection.watch.bells.subject = weakref.ref(group)
+        connection.watch.queries.subject = weakref.ref(group)
         self._status = connection.status
         self._group: SharedGroup | None = None
         self._stage: Stage | None = None

@@ -16,9 +16,9 @@ from torch import nn
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import CollectiveError
 from paceline.native.extension import missing_reason
-from paceline.shm import watch
-from paceline.shm.mismatch import Evidence, find_deadlock
-from paceline.shm.whereabouts import EVERYBODY, Whereabouts
+from paceline.shm.diagnose import wait_monitor as watch
+from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
+from paceline.shm.diagnose.thread_location import EVERYBODY, Whereabouts
 from paceline.testing import run_ranks
 
 pytestmark = [
@@ -227,9 +227,11 @@ class TestDecision:
 
     def decide(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         here = changes.pop("started_here", 5)
-        monkeypatch.setattr("paceline.shm.mismatch.group_named", lambda name: self)
-        monkeypatch.setattr("paceline.shm.mismatch.default_group_or_none", lambda: self)
-        monkeypatch.setattr("paceline.shm.mismatch.collectives_started", lambda group: here)
+        monkeypatch.setattr("paceline.shm.diagnose.deadlock.group_named", lambda name: self)
+        monkeypatch.setattr("paceline.shm.diagnose.deadlock.default_group_or_none", lambda: self)
+        monkeypatch.setattr(
+            "paceline.shm.diagnose.deadlock.collectives_started", lambda group: here
+        )
         ours = Whereabouts(**{**vars(self.ours), **changes.pop("ours", {})})
         theirs = Whereabouts(**{**vars(self.theirs), "started": 6, **changes})
         awaits = theirs.link == "waits"

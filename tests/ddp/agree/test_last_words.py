@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.last_words import last_words_of
+from paceline.exit_reason import last_words_of
 from paceline.native.extension import missing_reason
 
 pytestmark = [

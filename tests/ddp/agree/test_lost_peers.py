@@ -23,7 +23,7 @@ from paceline.ddp import wrapper
 from paceline.errors import PeerFailedError, PeerLostError
 from paceline.liveness.roster import Roster
 from paceline.nn import SyncBatchNorm
-from paceline.shm import meeting
+from paceline.shm.attach import handshake
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
 from paceline.transport import choose
@@ -124,9 +124,9 @@ def test_in_join(tmp_path: Any, transport: str) -> None:
 POINTS: dict[str, tuple[Any, str]] = {
     "before the first gather": (Roster, "meet"),
     "before the transports are compared": (choose, "_check_agreement"),
-    "before it hands in": (meeting.Meeting, "hand_in"),
-    "before it maps": (meeting.Meeting, "map_all"),
-    "before it makes its core": (meeting, "_make_core"),
+    "before it hands in": (handshake.Handshake, "send_own"),
+    "before it maps": (handshake.Handshake, "map_all"),
+    "before it makes its core": (handshake, "_make_core"),
     "before models are compared": (wrapper, "verify_same_model"),
     "before the model is broadcast": (wrapper, "broadcast_module"),
 }

@@ -18,7 +18,7 @@ import torch
 
 from paceline.buckets import Slot
 from paceline.config import GradientViews
-from paceline.shm.streaming import scale_into
+from paceline.shm.collectives.streaming import scale_into
 from paceline.torch_private import context_gradients
 
 

@@ -1,15 +1,14 @@
 /* The native core of the shared-memory group, without Python and without torch.
  *
- *   sync.c      arriving, waiting (spin, futex, deadline, watch over peers), verdicts
- *   kernels.c   element-wise reductions
- *   engine.c    the collectives, as rounds between barriers
- *   progress.c  the queue of operations and the thread that works it off
- *   faults.c    named points at which tests kill, stop or delay a rank
- *   module.c    what Python sees of it
- *   mapping.c   knows Python, too: shared memory in this process, and in its forked children
- *   inbox.c     likewise, and nothing of the group: the hooks of the DDP wrapper
- *   bytes.c     likewise: the wrapper's control block
- */
+ *   sync.c       arriving, waiting (spin, futex, deadline, watch over peers), verdicts
+ *   kernels.c    element-wise reductions
+ *   streaming.c  large copies past the caches
+ *   engine.h     the collectives, as rounds between barriers: which files they are in
+ *   progress.c   the queue of operations and the thread that works it off
+ *   faults.c     named points at which tests kill, stop or delay a rank
+ *
+ * group.h lists the files that include Python.h; no other does, and the sanitizers run all others
+ * without it (tests/shm/native_stress). */
 #ifndef PACELINE_CORE_H
 #define PACELINE_CORE_H
 
@@ -57,11 +56,13 @@ enum pl_op { PL_SUM = 0, PL_AVG, PL_PRODUCT, PL_MIN, PL_MAX, PL_BAND, PL_BOR, PL
 size_t pl_itemsize(uint32_t dtype);
 bool pl_can_reduce(uint32_t dtype, uint32_t op);
 
+/* streaming.c */
+void pl_scale_f32(float *target, const float *source, size_t count, float factor);
+void pl_stream(void *target, const void *source, size_t bytes);
+
 /* Reduce `count` elements of `sources` in their order into targets[0], then copy to the others.
  * A target may be the very same memory as a source, never a shifted one. AVG divides by
  * `divisor`. float16 and bfloat16 are added up in float32 and rounded once. */
-void pl_scale_f32(float *target, const float *source, size_t count, float factor);
-void pl_stream(void *target, const void *source, size_t bytes);
 void pl_reduce(void *const *targets, size_t target_count, const void *const *sources,
                size_t source_count, size_t count, uint32_t dtype, uint32_t op, double divisor);
 
@@ -132,7 +133,7 @@ struct pl_core {
     uint64_t slot_bytes;
     int *pidfd;              /* of each peer; -1 for this rank */
     uint64_t spin_ns;        /* how long to spin before sleeping */
-    _Atomic uint32_t *bell;  /* this rank's, rung by a wait that takes long; may be NULL */
+    _Atomic uint32_t *doorbell; /* this rank's, rung by a wait that takes long; may be NULL */
     uint32_t yields;         /* how often to yield the processor before sleeping */
     int owner_pid;
 
@@ -171,10 +172,11 @@ bool pl_declare(pl_core *core, enum pl_end end, uint32_t about);
 void pl_wake_all(pl_core *core);
 void pl_set_life(pl_core *core, uint32_t life);
 uint32_t pl_alive(pl_core *core, uint32_t rank);
-void pl_ring(_Atomic uint32_t *bell);
-uint32_t pl_await_bell(_Atomic uint32_t *bell, uint32_t seen, uint64_t duration_ns);
+void pl_ring_doorbell(_Atomic uint32_t *doorbell);
+uint32_t pl_await_doorbell(_Atomic uint32_t *doorbell, uint32_t seen, uint64_t duration_ns);
 
-/* engine.c */
+/* engine.c, tickets.c */
+pl_request pl_read_ticket(pl_core *core, uint32_t rank, uint64_t seq);
 uint64_t pl_cut(uint64_t count, uint32_t parts, uint32_t index, size_t itemsize);
 int pl_execute(pl_core *core, pl_operation *operation);
 

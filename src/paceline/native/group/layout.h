@@ -1,7 +1,7 @@
 /* The bytes that ranks of one host share: written down here, once.
  *
- * Python maps the segments and passes addresses; it never decodes these bytes itself
- * (module.c has `Core.rows()` for that). Whoever changes anything here raises
+ * Python maps the segments and passes addresses; it never decodes these bytes itself: `Core.row()`
+ * and `Core.verdict()` do (records.c). Whoever changes anything here raises
  * PL_LAYOUT_VERSION: ranks compare it before they map each other.
  *
  * [Note: who writes what]

@@ -43,7 +43,7 @@ static inline void relax(void) {
 #endif
 }
 
-/* How long a wait takes before it rings the bell: somebody in this process may ask for the reason. */
+/* How long a wait takes before it rings the doorbell: a thread of this process asks for the reason. */
 #define PATIENCE_NS UINT64_C(500000000)
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t duration_ns) {
@@ -56,22 +56,22 @@ void pl_wake_all(pl_core *core) {
     syscall(SYS_futex, &core->control->barrier.arrived, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* A bell is counted up by anybody and waited for by one thread of its rank. The count is what
+/* A doorbell is counted up by anybody and waited for by one thread of its rank. The count is what
  * tells; a ring that comes while nobody waits is seen by the next wait, by the kernel's comparison. */
-void pl_ring(_Atomic uint32_t *bell) {
-    atomic_fetch_add(bell, 1);
-    syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+void pl_ring_doorbell(_Atomic uint32_t *doorbell) {
+    atomic_fetch_add(doorbell, 1);
+    syscall(SYS_futex, doorbell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Wait until the bell's count is not `seen`, or the time is over; UINT64_MAX: for ever. */
-uint32_t pl_await_bell(_Atomic uint32_t *bell, uint32_t seen, uint64_t duration_ns) {
+/* Wait until the doorbell's count is not `seen`, or the time is over; UINT64_MAX: for ever. */
+uint32_t pl_await_doorbell(_Atomic uint32_t *doorbell, uint32_t seen, uint64_t duration_ns) {
     uint64_t began_ns = pl_now_ns(), spent_ns = 0;
-    while (atomic_load(bell) == seen && spent_ns < duration_ns) {
+    while (atomic_load(doorbell) == seen && spent_ns < duration_ns) {
         uint64_t left_ns = duration_ns - spent_ns;
-        futex_wait(bell, seen, left_ns < UINT64_C(3600000000000) ? left_ns : UINT64_C(3600000000000));
+        futex_wait(doorbell, seen, left_ns < UINT64_C(3600000000000) ? left_ns : UINT64_C(3600000000000));
         spent_ns = pl_now_ns() - began_ns;
     }
-    return atomic_load(bell);
+    return atomic_load(doorbell);
 }
 
 void pl_format(pl_control *control, uint32_t world, uint64_t slot_bytes) {
@@ -203,7 +203,7 @@ static void sleep_once(pl_core *core, uint64_t duration_ns) {
 int pl_await(pl_core *core, uint64_t deadline_ns) {
     if (is_complete(core) || wait_awake(core))
         return PL_OK;
-    uint64_t watch_ns = pl_now_ns() + WATCH_NS, bell_ns = watch_ns + PATIENCE_NS;
+    uint64_t watch_ns = pl_now_ns() + WATCH_NS, doorbell_ns = watch_ns + PATIENCE_NS;
     for (;;) {
         uint64_t now_ns = pl_now_ns();
         if (is_complete(core))
@@ -213,9 +213,9 @@ int pl_await(pl_core *core, uint64_t deadline_ns) {
             return state;
         if (now_ns >= watch_ns) {
             watch_ns = now_ns + WATCH_NS;
-            if (now_ns >= bell_ns && core->bell != NULL) {
-                bell_ns = UINT64_MAX; /* once: whoever hears it goes on looking by itself */
-                pl_ring(core->bell);
+            if (now_ns >= doorbell_ns && core->doorbell != NULL) {
+                doorbell_ns = UINT64_MAX; /* once: whoever hears it goes on looking by itself */
+                pl_ring_doorbell(core->doorbell);
             }
             uint32_t lost = find_lost(core);
             /* It may have completed the phase before it went: [Note: who is lost]. */

@@ -11,8 +11,8 @@ import socket
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline.memory.descriptors import is_same_user
 from paceline.ps.protocol.settings import IPC, full_path
-from paceline.shm.passing import is_same_user
 
 
 def is_own_peer(descriptor: int) -> bool:

@@ -9,11 +9,11 @@ memory is used: when it ends, so has the server.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from typing import Any
 
+from paceline.memory.descriptors import close_all, is_same_user, receive
 from paceline.ps.protocol.shm_ring import (
     KNOCK,
     MAGIC,
@@ -24,7 +24,6 @@ from paceline.ps.protocol.shm_ring import (
     pair_over,
 )
 from paceline.ps.protocol.wire import Frame
-from paceline.shm.passing import is_same_user
 
 _DOOR_S = 1.0
 """So long may a server take to hand out memory; a busy one is asked again later."""
@@ -122,12 +121,10 @@ def open_shortcut(address: str, client: bytes) -> Shortcut | None:
 
 
 def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
-    words, descriptors, _, _ = socket.recv_fds(connection, OFFER.size, len(Handed._fields))
+    words, descriptors = receive(connection, OFFER.size, len(Handed._fields))
     if len(words) == OFFER.size and len(descriptors) == len(Handed._fields):
         magic, capacity, incarnation = OFFER.unpack(words)
         if magic == MAGIC:
             return Handed(*descriptors), capacity, incarnation.decode("ascii", "replace")
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
+    close_all(descriptors)
     raise ConnectionError("the door was closed, or speaks another version")

@@ -6,13 +6,13 @@ How messages lie in that memory is in ``native/ps/ring.h``.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline.memory.segment import check_segment, create_segment
 from paceline.native.extension import DISABLE_VARIABLE, native
 from paceline.ps.protocol.settings import IPC
 
@@ -50,15 +50,7 @@ def door_path(address: str) -> Path | None:
 
 def make_memory() -> int:
     """Memory for two rings. Sealed: nobody can make it smaller under somebody else's feet."""
-    descriptor = os.memfd_create("paceline-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, native.DATA_OFFSET + 2 * CAPACITY)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return create_segment("paceline-ps", native.DATA_OFFSET + 2 * CAPACITY)
 
 
 def pair_over(handed: Handed, capacity: int, is_server: bool) -> Any:
@@ -68,8 +60,7 @@ def pair_over(handed: Handed, capacity: int, is_server: bool) -> Any:
         ValueError: It is something else, or could shrink under its readers.
         OSError: It cannot be mapped.
     """
-    if not fcntl.fcntl(handed.memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise ValueError("the memory could be made smaller under its readers")
+    check_segment(handed.memory, native.DATA_OFFSET + 2 * capacity)
     ours, theirs = handed.trainer_event, handed.server_event
     if is_server:
         ours, theirs = theirs, ours

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.memory.descriptors import is_same_user
 from paceline.ps.protocol.shm_ring import (
     CAPACITY,
     KNOCK,
@@ -27,7 +28,6 @@ from paceline.ps.protocol.shm_ring import (
 from paceline.ps.protocol.wire import Frame
 from paceline.ps.server.descriptors import Room
 from paceline.ps.server.private import listen_privately
-from paceline.shm.passing import is_same_user
 
 MOST = 1024
 """So many trainers may have memory, and as many more may stand at the door."""

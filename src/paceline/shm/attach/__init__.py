@@ -1,0 +1,1 @@
+"""How ranks of a host come to share memory, and what they have when they do."""

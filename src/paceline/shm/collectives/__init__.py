@@ -1,0 +1,1 @@
+"""Collectives on CPU tensors: on one host through shared memory, and over several hosts."""

@@ -1,0 +1,184 @@
+"""All-reduce over several hosts: inside each host through shared memory, between them by lanes.
+
+[Note: lanes]
+With h hosts and at least n ranks on each there are n lanes; lane i is rank i of every host. A
+tensor is cut into n slices. Each host sums slice i into its rank i (``reduce_lanes``), lane i sums
+it over the hosts (an ordinary c10d all-reduce, all lanes at once), and every rank copies all slices
+from its host's lanes (``share_lanes``). So a slice crosses the network once for each host, not once
+for each rank.
+
+The two steps inside the host are on different channels: while bucket 0 is being shared, bucket 1
+may already be reduced, and the order on each channel is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeoutError, GroupAbortedError
+from paceline.liveness import Watch
+from paceline.liveness.watch import GRACE_S, SLICE_S, Patience
+from paceline.native.extension import native
+from paceline.shm.attach.connection import Connection
+from paceline.shm.collectives.group import SharedGroup
+from paceline.shm.collectives.pending import Pending
+
+ACROSS = "all_reduce over hosts"
+UNFINISHED = "The sum over several hosts is not done yet. It goes on: wait for it once more."
+CLOSE_PATIENCE_S = 5.0
+"""How long :meth:`LaneGroup.close` waits for a lane that waits for another host. The thread is a
+daemon, and ends with the lane's own time-out at the latest."""
+CHANNELS = 2
+"""What a connection for lanes needs."""
+
+
+def count_lanes(connection: Connection) -> int:
+    """How many ranks every host has at least."""
+    return min(len(host) for host in connection.hosts)
+
+
+@dataclass
+class LaneReduction:
+    """One all-reduce on its way through the hosts."""
+
+    tensor: torch.Tensor
+    reduced: Pending
+    watch: Watch
+    shared: Pending | None = None
+    error: BaseException | None = None
+    is_submitted: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, timeout_s: float = -1.0) -> None:
+        """Block until the sum over all hosts is in the tensor.
+
+        Raises:
+            CollectiveError: If it failed, or did not end within ``timeout_s``.
+        """
+        if not self.is_submitted.wait(timeout_s if timeout_s >= 0 else None):
+            raise CollectiveTimeoutError(UNFINISHED, missing=(), operation="all_reduce")
+        if self.error is not None:
+            raise self._explain(self.error)
+        assert self.shared is not None
+        try:
+            self.shared.wait(timeout_s)
+        except GroupAbortedError as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: BaseException) -> BaseException:
+        """A lane of this host may have given up because a rank of another host is gone."""
+        if not isinstance(error, GroupAbortedError):
+            return error
+        lost = self.watch.roster.first_lost()
+        return error if lost is None else self.watch.lost_error(ACROSS, lost)
+
+    def is_done(self) -> bool:
+        """Never blocks."""
+        if not self.is_submitted.is_set():
+            return False
+        return self.error is not None or (self.shared is not None and self.shared.is_done())
+
+    def done_ns(self) -> int:
+        """When it ended; 0 before."""
+        return self.shared.done_ns() if self.shared is not None else 0
+
+
+class LaneGroup:
+    """Sums tensors of the arena over several hosts.
+
+    Args:
+        connection: With two channels.
+        lane: The c10d group of this rank's lane; None if it has none.
+        timeout_s: For the steps inside the host; the lane has its own.
+        watch: Of the whole group.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        lane: dist.ProcessGroup | None,
+        timeout_s: float,
+        watch: Watch,
+    ) -> None:
+        self._watch = watch
+        self._reduce = SharedGroup(connection, 0, timeout_s)
+        self._share = SharedGroup(connection, 1, timeout_s)
+        self._lanes = count_lanes(connection)
+        self._lane = lane
+        self._queue: queue.SimpleQueue[LaneReduction | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.arena = connection.arena
+
+    def all_reduce(self, tensor: torch.Tensor) -> LaneReduction:
+        """Begin to sum a flat tensor of the arena over all ranks of all hosts, in place."""
+        reduced = self._reduce.reduce_lanes(tensor, self._lanes)
+        reduction = LaneReduction(tensor, reduced, self._watch)
+        if self._thread is None:
+            self._make_thread()
+        self._queue.put(reduction)
+        return reduction
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline of later steps, inside the host and between hosts."""
+        self._reduce.timeout_s = self._share.timeout_s = timeout_s
+        if self._lane is not None:
+            self._lane.set_timeout(timedelta(seconds=timeout_s))
+
+    def abort(self) -> None:
+        """End the group for all ranks of this host; other hosts wait for their lanes' time-out."""
+        self._reduce.abort()
+        self._share.abort()
+
+    def close(self) -> None:
+        """Leave; what is under way here raises."""
+        self._reduce.close()
+        self._share.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(CLOSE_PATIENCE_S)
+
+    def _make_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="paceline-lanes", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (reduction := self._queue.get()) is not None:
+            try:
+                self._wait_reduced(reduction.reduced)
+                self._cross(reduction.tensor)
+                reduction.shared = self._share.share_lanes(reduction.tensor, self._lanes)
+            except BaseException as error:
+                reduction.error = error
+                # Peers on this host would wait for a slice that never comes.
+                self._share.abort()
+            reduction.is_submitted.set()
+
+    def _wait_reduced(self, reduced: Pending) -> None:
+        """Wait for the ranks of this host: one may have raised because another host is gone."""
+        patience = Patience(self._watch, ACROSS, GRACE_S)
+        while True:
+            try:
+                reduced.wait(SLICE_S)
+                return
+            except CollectiveTimeoutError:
+                if reduced.is_done():
+                    raise
+                patience.look(None)
+
+    def _cross(self, tensor: torch.Tensor) -> None:
+        """Sum this rank's slice over the hosts."""
+        if self._lane is None:
+            return
+        begin, end = (
+            native.cut(tensor.numel(), self._lanes, self._reduce.index + step, tensor.itemsize)
+            for step in (0, 1)
+        )
+        lane = self._lane
+        if begin < end:
+            self._watch.run(ACROSS, lambda: lane.allreduce([tensor[begin:end]]))

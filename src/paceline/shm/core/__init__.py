@@ -1,0 +1,1 @@
+"""What lies in the memory that ranks share, as the native core and its callers know it."""

@@ -1,0 +1,226 @@
+"""Turns what the native core reports into errors that name rank, process, collective and remedy.
+
+Reads the control block through ``Core.row``; called by the group when an operation did not end
+well. Must not wait for anybody.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    GroupAbortedError,
+    GroupClosedError,
+    PeerLostError,
+)
+from paceline.liveness import Deaths
+from paceline.native.extension import native
+from paceline.shm.core.dtypes import describe_request, is_behind
+from paceline.shm.core.members import Member
+from paceline.shm.core.pages import Field, printable
+from paceline.shm.diagnose.status import Status, first_cause, tell_end
+
+if TYPE_CHECKING:
+    from paceline.shm.attach.connection import Connection
+
+NO_LONGER = "The group cannot be used any more; make a new one."
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What a rank knows about a channel and the ranks in it.
+
+    Attributes:
+        core: The native core of the channel.
+        members: The ranks of this host, in the core's order.
+        index: This rank's place among them.
+        status: What they say about themselves.
+        deaths: Who of them has died, in that order.
+    """
+
+    core: Any
+    members: Sequence[Member]
+    index: int
+    status: Status
+    deaths: Deaths
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self.members[self.index].rank
+
+
+def error_for(witness: Witness, operation: Any) -> CollectiveError:
+    """Say why a native operation failed."""
+    status = operation.status()
+    what = describe_request(operation.request())
+    me = witness.rank
+    if status == native.STATUS_MISMATCH:
+        return _mismatch(witness.members, witness.index, operation, what)
+    if status == native.STATUS_SHUT:
+        text = f"Rank {me}: {what} was given up, because this rank destroyed the group meanwhile."
+        return GroupClosedError(text, rank=me, operation=what)
+    return verdict_error(witness, what)
+
+
+def verdict_error(witness: Witness, what: str) -> CollectiveError:
+    """Say why the group is over, and that ``what`` cannot be done."""
+    core, members, index, me = witness.core, witness.members, witness.index, witness.rank
+    end, by, about = core.verdict()
+    if end == native.END_LOST:
+        return lost_error(witness, about, what)
+    if end == native.END_TIMEOUT:
+        return _timed_out(core, members, me, by, about, what)
+    if end == native.END_DAMAGED:
+        return _damaged(me, what)
+    if end == native.END_MISMATCH:
+        return _deadlocked(witness, by, about, what)
+    who = "this rank" if by == index else _name(members[by])
+    text = (
+        f"Rank {me}: {what} was given up, because the group was aborted by {who} "
+        f"(abort() was called, or it was interrupted). {NO_LONGER}"
+    )
+    return GroupAbortedError(text, rank=members[by].rank, operation=what)
+
+
+def _deadlocked(witness: Witness, by: int, about: int, what: str) -> CollectiveMismatchError:
+    value = witness.status.pages.read(by, Field.STORY) or {}
+    story = printable(value.get("text", "")) or "ranks are in different collectives."
+    text = f"Rank {witness.rank}: {what} cannot be completed: {story} {NO_LONGER}"
+    return CollectiveMismatchError(text, rank=witness.members[about].rank, operation=what)
+
+
+def _damaged(me: int, what: str) -> CollectiveError:
+    text = (
+        f"Rank {me}: {what} was given up, because the memory that ranks of this host share holds "
+        "words that no rank writes: a program of this user, or a library in a rank, has "
+        f"overwritten them. {NO_LONGER}"
+    )
+    return CollectiveError(text, rank=me, operation=what)
+
+
+def forked_error(members: Sequence[Member], index: int) -> GroupClosedError:
+    """Say that a group does not survive a fork."""
+    me = members[index]
+    return GroupClosedError(
+        f"The group of rank {me.rank} belongs to process {me.pid} and was used in a child that "
+        "was forked from it. A child has no part in the group: make a new one in it, or start "
+        "workers with the 'spawn' or 'forkserver' method.",
+        rank=me.rank,
+    )
+
+
+def closed_error(members: Sequence[Member], index: int) -> GroupClosedError:
+    """Say that a group was used after its end."""
+    rank = members[index].rank
+    return GroupClosedError(
+        f"Rank {rank}: the group has been destroyed. Make a new one before the next collective.",
+        rank=rank,
+    )
+
+
+def lost_error(witness: Witness, about: int, what: str) -> PeerLostError:
+    """Say that ``what`` cannot be done without a rank that is gone, and how it came to its end.
+
+    If that rank is gone because of another one, it is the other one that is named.
+    """
+    # The kernel knows who died first; a rank that was not killed has said why it went.
+    died = next(iter(witness.deaths.look()), about)
+    index = first_cause(witness.status, witness.members, died)
+    lost, row = witness.members[index], witness.core.row(index)
+    how = tell_end(witness.status, index, row)
+    text = (
+        f"Rank {witness.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
+        f"{_doing(row)} {NO_LONGER}"
+    )
+    return PeerLostError(text, rank=lost.rank, host=lost.hostname, pid=lost.pid, operation=what)
+
+
+def tell_rank_end(reference: weakref.ref[Connection], rank: int) -> tuple[int, str] | None:
+    """Follow a rank of the group to the one with which it began, and say how that one ended.
+
+    None for ranks of other hosts, and after the connection is closed.
+    """
+    connection = reference()
+    if connection is None or not connection.is_open():
+        return None
+    index = next((i for i, m in enumerate(connection.local) if m.rank == rank), None)
+    if index is None:
+        return None
+    index = first_cause(connection.status, connection.local, index)
+    how = tell_end(connection.status, index, connection.cores[0].row(index))
+    return connection.local[index].rank, how
+
+
+def _timed_out(
+    core: Any, members: Sequence[Member], me: int, by: int, about: int, what: str
+) -> CollectiveTimeoutError:
+    rows = [core.row(index) for index in range(len(members))]
+    missing = [i for i, row in enumerate(rows) if is_behind(row, rows[by])] or [about]
+    told = "\n".join(
+        f"  {_name(members[i])}{_state(members[i].pid)}: {_doing(rows[i])}" for i in missing
+    )
+    waiter = "it" if members[by].rank == me else f"rank {members[by].rank}"
+    text = (
+        f"Rank {me}: {what} was given up, because {waiter} had waited until the deadline. "
+        f"Missing:\n{told}\n"
+        "See what these ranks are doing (py-spy, or a debugger), or make the group with a longer "
+        f"timeout. {NO_LONGER}"
+    )
+    ranks = [members[i].rank for i in missing]
+    return CollectiveTimeoutError(text, rank=ranks[0], missing=ranks, operation=what)
+
+
+def _mismatch(
+    members: Sequence[Member], index: int, operation: Any, what: str
+) -> CollectiveMismatchError:
+    differ = operation.mismatch()
+    a, b = members[differ.first].rank, members[differ.second].rank
+    me = members[index].rank
+    if differ.sent_bytes != differ.expected_bytes:
+        found = (
+            f"rank {a} sends {differ.sent_bytes} bytes to rank {b}, which expects "
+            f"{differ.expected_bytes}"
+        )
+    elif differ.first_request == differ.second_request:
+        found = "the tensors do not all lie in shared memory"
+    else:
+        found = (
+            f"rank {a} brought {describe_request(differ.first_request)}, but rank {b} brought "
+            f"{describe_request(differ.second_request)}"
+        )
+    text = (
+        f"Rank {me}: ranks do not agree on {what}: {found}. Nothing was exchanged. All ranks must "
+        "call the same collectives in the same order, with the same sizes and dtypes."
+    )
+    return CollectiveMismatchError(text, rank=b, operation=what)
+
+
+def _name(member: Member) -> str:
+    return f"rank {member.rank} (pid {member.pid} on {member.hostname})"
+
+
+def _doing(row: Any) -> str:
+    ago_s = (time.monotonic_ns() - row.since_ns) / 1e9
+    what = describe_request(row.request)
+    if row.life == native.LIFE_WORKING:
+        return f"In {what} for {ago_s:.1f} s."
+    done = f"its last was {what}" if row.finished else "it has been in none yet"
+    return f"In no collective for {ago_s:.1f} s; {done}."
+
+
+def _state(pid: int) -> str:
+    """Say if a process is stopped or has ended; most are asleep, which tells nothing."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ", ended"
+    return {"T": ", stopped", "t": ", stopped by a debugger", "Z": ", ended"}.get(state, "")
