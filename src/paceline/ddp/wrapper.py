@@ -56,7 +56,7 @@ from paceline.ddp.features.nesting import (
 from paceline.ddp.features.optimizer_in_backward import run_optimizers, take_over_optimizers
 from paceline.ddp.features.precision import PrecisionHome, PrecisionSwap, reduce_dtype
 from paceline.ddp.logging_data import LoggingData
-from paceline.ddp.parameter_changes import ParameterCensus
+from paceline.ddp.module_watch import ParameterCensus
 from paceline.ddp.parameters import find_trainables
 from paceline.ddp.reduce.comm_hook import RegisteredHook, check_hook
 from paceline.ddp.reduce.reducer import Reducer

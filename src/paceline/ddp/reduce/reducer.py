@@ -59,8 +59,8 @@ from paceline.ddp.reduce.gradient_access import ContextHome, GradientHome, Local
 from paceline.ddp.reduce.handover import Drain
 from paceline.ddp.reduce.launch import Flight
 from paceline.ddp.reduce.sharing import Sharing
+from paceline.ddp.reduce.snapshot import summarize_buckets
 from paceline.ddp.reduce.sparse import collect_sparse
-from paceline.ddp.reduce.stats import summarize_buckets
 from paceline.ddp.reduce.step import Step, conversion, converted
 from paceline.ddp.reduce.step_state import Phase
 from paceline.ddp.reduce.torch_names import ReducerNames

@@ -7,7 +7,7 @@
  *   faults.c    named points at which tests kill, stop or delay a rank
  *   module.c    what Python sees of it
  *   mapping.c   knows Python, too: shared memory in this process, and in its forked children
- *   inbox.c     likewise, and nothing of the group: the hooks of the DDP wrapper
+ *   ready_queue.c     likewise, and nothing of the group: the hooks of the DDP wrapper
  *   bytes.c     likewise: the wrapper's control block
  */
 #ifndef PACELINE_CORE_H

@@ -4,18 +4,18 @@
 
 #include <Python.h>
 
-/* inbox.c: add the type Inbox to the module; -1 with an exception set. */
+/* ready_queue.c: add the type Inbox to the module; -1 with an exception set. */
 int pl_add_inbox(PyObject *module);
 
-/* intake.c: once; -1 with an exception set. */
+/* copy_in.c: once; -1 with an exception set. */
 int pl_prepare_intake(void);
 
-/* intake.c: DLPack's functions from the capsule of a tensor type; NULL if they are not for us, with
+/* copy_in.c: DLPack's functions from the capsule of a tensor type; NULL if they are not for us, with
  * an exception set if it is no such capsule. */
 struct DLPackExchangeAPI;
 const struct DLPackExchangeAPI *pl_exchange(PyObject *capsule);
 
-/* intake.c: let a slot's view hold its parameter's gradient times the factor, and be the gradient.
+/* copy_in.c: let a slot's view hold its parameter's gradient times the factor, and be the gradient.
  * 1 if that is done, 0 if Python has to. Raises nothing. */
 int pl_bring_in(const struct DLPackExchangeAPI *api, PyObject *slot, float factor);
 
