@@ -7,8 +7,6 @@
  *   faults.c    named points at which tests kill, stop or delay a rank
  *   module.c    what Python sees of it
  *   mapping.c   knows Python, too: shared memory in this process, and in its forked children
- *   ready_queue.c     likewise, and nothing of the group: the hooks of the DDP wrapper
- *   bytes.c     likewise: the wrapper's control block
  */
 #ifndef PACELINE_CORE_H
 #define PACELINE_CORE_H
@@ -60,6 +58,7 @@ bool pl_can_reduce(uint32_t dtype, uint32_t op);
 /* Reduce `count` elements of `sources` in their order into targets[0], then copy to the others.
  * A target may be the very same memory as a source, never a shifted one. AVG divides by
  * `divisor`. float16 and bfloat16 are added up in float32 and rounded once. */
+#define PL_STREAM_BYTES (1 << 17) /* a scaled copy from here on goes past the caches; below, that gains nothing */
 void pl_scale_f32(float *target, const float *source, size_t count, float factor);
 void pl_stream(void *target, const void *source, size_t bytes);
 void pl_reduce(void *const *targets, size_t target_count, const void *const *sources,
