@@ -95,6 +95,10 @@ class Transport(Protocol):
     def messages(self) -> Messages:
         """For what is no gradient."""
 
+    @property
+    def late_bytes(self) -> int:
+        """Up to this size it saves no time to start the last bucket before the backward is over."""
+
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return flat, zeroed memory for one bucket. Called in plan order on every rank."""
 

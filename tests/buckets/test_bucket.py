@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from paceline.buckets import Bucket, GradBucket, ParameterSpec, plan_buckets
 
 
-def make(parameters: list[Tensor], *, tail_numel: int = 0, **options: Any) -> Bucket:
+def make(parameters: list[Tensor], *, trailer_numel: int = 0, **options: Any) -> Bucket:
     specs = [ParameterSpec.of(i, f"p{i}", p) for i, p in enumerate(parameters)]
     (spec,) = plan_buckets(specs, [1 << 40], by_arrival=True).buckets
-    return Bucket(0, spec, parameters, tail_numel=tail_numel, **options)
+    return Bucket(0, spec, parameters, trailer_numel=trailer_numel, **options)
 
 
 def attached(parameters: list[Tensor], **options: Any) -> Bucket:
@@ -34,7 +34,7 @@ def parameters_of(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 class TestMemory:
     def test_views_are_disjoint_and_in_order(self) -> None:
-        bucket = attached(parameters_of((2, 3), (), (0, 4), (5,)), tail_numel=3)
+        bucket = attached(parameters_of((2, 3), (), (0, 4), (5,)), trailer_numel=3)
         assert bucket.total_numel == 6 + 1 + 0 + 5 + 3
         for number, slot in enumerate(bucket.slots):
             assert slot.view is not None
@@ -43,12 +43,12 @@ class TestMemory:
         assert bucket.flat.tolist() == [1] * 6 + [2] + [4] * 5 + [0] * 3
 
     def test_gradients_and_tail_share_the_flat(self) -> None:
-        bucket = attached(parameters_of((4,)), tail_numel=2)
+        bucket = attached(parameters_of((4,)), trailer_numel=2)
         assert bucket.flat is not None
         assert bucket.gradients is not None
-        assert bucket.tail is not None
+        assert bucket.trailer is not None
         bucket.gradients.fill_(1)
-        bucket.tail.fill_(2)
+        bucket.trailer.fill_(2)
         assert bucket.flat.tolist() == [1, 1, 1, 1, 2, 2]
 
     def test_views_have_the_strides_of_their_parameters(self) -> None:
@@ -77,7 +77,7 @@ class TestMemory:
         gc.collect()
         assert memory() is None
         assert bucket.slots[0].view is None
-        assert bucket.flat is bucket.gradients is bucket.tail is None
+        assert bucket.flat is bucket.gradients is bucket.trailer is None
 
     def test_detached_gradients_live_on(self) -> None:
         (parameter,) = parameters_of((4,))
@@ -150,7 +150,7 @@ def test_small_slots_are_scaled_and_large_ones_are_not(
     shapes: list[tuple[int, int]], small_bytes: int
 ) -> None:
     """Large gradients are scaled on their way in; what came in batches is scaled run by run."""
-    bucket = attached(parameters_of(*shapes), tail_numel=2, small_bytes=small_bytes)
+    bucket = attached(parameters_of(*shapes), trailer_numel=2, small_bytes=small_bytes)
     assert bucket.flat is not None
     bucket.flat.fill_(1)
     bucket.scale_small(3.0)
@@ -158,8 +158,8 @@ def test_small_slots_are_scaled_and_large_ones_are_not(
         assert slot.view is not None
         assert slot.small == (slot.view.nbytes < small_bytes)
         assert (slot.view == (3.0 if slot.small else 1.0)).all()
-    assert bucket.tail is not None
-    assert bucket.tail.tolist() == [1, 1]
+    assert bucket.trailer is not None
+    assert bucket.trailer.tolist() == [1, 1]
 
 
 class TestGradBucket:
@@ -167,12 +167,12 @@ class TestGradBucket:
 
     def test_views(self) -> None:
         parameters = parameters_of((2, 3), (4,))
-        bucket = attached(parameters, tail_numel=5)
+        bucket = attached(parameters, trailer_numel=5)
         assert bucket.gradients is not None
         seen = GradBucket(bucket, bucket.gradients, is_last=True)
         assert seen.index() == 0
         assert seen.is_last()
-        assert seen.buffer().numel() == 10, "without the tail"
+        assert seen.buffer().numel() == 10, "without the trailer"
         assert all(a is b for a, b in zip(seen.parameters(), parameters, strict=True))
         seen.buffer().copy_(torch.arange(10.0))
         first, second = seen.gradients()

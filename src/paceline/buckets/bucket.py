@@ -6,7 +6,7 @@ about groups, hooks, steps or autograd.
 Roles of the tensors:
     flat       all of the bucket's memory, which is what is reduced
     gradients  the front of ``flat`` that holds gradients: what hooks see
-    tail       the rest, where a few control words may ride along
+    trailer       the rest, where a few control words may ride along
     view       one slot's part of ``gradients``, in the shape and strides of its parameter
 """
 
@@ -61,7 +61,7 @@ class Bucket:
 
     Attributes:
         sparse: It holds one sparse gradient.
-        is_plain: The native core can bring gradients in.
+        hooks_can_copy: The native core can copy gradients in.
     """
 
     def __init__(
@@ -70,31 +70,29 @@ class Bucket:
         spec: BucketSpec,
         parameters: Sequence[torch.Tensor],
         *,
-        tail_numel: int = 0,
+        trailer_numel: int = 0,
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         self.index = index
         self.spec = spec
         self.sparse = spec.sparse
         on_cpu = spec.device.type == "cpu"
-        self.is_plain = on_cpu and spec.dtype is torch.float32 and not spec.sparse
-        self.tail_numel = tail_numel
+        self.hooks_can_copy = on_cpu and spec.dtype is torch.float32 and not spec.sparse
+        self.trailer_numel = trailer_numel
         self.slots = tuple(
             Slot(s, parameters[s.index], index, small_bytes) for s in spec.parameters
         )
         self.flat: torch.Tensor | None = None
         self.gradients: torch.Tensor | None = None
-        self.tail: torch.Tensor | None = None
+        self.trailer: torch.Tensor | None = None
         self.sparse_gradient: torch.Tensor | None = None
         self.pending = self.absent = 0
         self.reduction: Reduction | None = None
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._views: list[torch.Tensor] = []
-        self._small: list[torch.Tensor] = []
         self._free_view_refs = 0
         self._free_storage_refs = (0, 0)
         self._storage: torch.UntypedStorage | None = None
-        self._small_runs = _runs(self.slots)
 
     @property
     def is_unused(self) -> bool:
@@ -104,19 +102,18 @@ class Bucket:
     @property
     def total_numel(self) -> int:
         """Elements to allocate."""
-        return self.spec.numel + self.tail_numel
+        return self.spec.numel + self.trailer_numel
 
     def attach(self, flat: torch.Tensor) -> None:
         """Give the bucket its memory and cut the slots' views."""
         numel = self.spec.numel
         self.flat = flat
         self.gradients = flat[:numel]
-        self.tail = flat[numel:]
+        self.trailer = flat[numel:]
         for slot, offset in zip(self.slots, self.spec.offsets, strict=True):
             slot.view = flat.as_strided(
                 slot.spec.shape, slot.spec.stride, flat.storage_offset() + offset
             )
-        self._small = [flat[start:end] for start, end in self._small_runs]
         self._storage = flat.untyped_storage()
         self._views = [slot.view for slot in self.slots if slot.view is not None]
         self._free_view_refs = max(map(sys.getrefcount, self._views))
@@ -129,8 +126,8 @@ class Bucket:
 
     def detach(self) -> None:
         """Let go of the memory. Gradients that are views of it keep it alive."""
-        self.flat = self.gradients = self.tail = self._storage = None
-        self._views, self._small = [], []
+        self.flat = self.gradients = self.trailer = self._storage = None
+        self._views = []
         for slot in self.slots:
             slot.view = None
 
@@ -160,11 +157,6 @@ class Bucket:
         assert self._storage is not None
         return storage_references(self._storage), sys.getrefcount(self._storage)
 
-    def scale_small(self, factor: float) -> None:
-        """Multiply the slots that were copied in batches, run by run."""
-        for run in self._small:
-            run.mul_(factor)
-
     def scale(self, factor: float) -> None:
         """Multiply all gradients; a factor of zero clears them, NaN or not."""
         if self.sparse_gradient is not None:
@@ -181,21 +173,6 @@ class Bucket:
             self.sparse_gradient = result
         elif self.gradients is not None and result.data_ptr() != self.gradients.data_ptr():
             self.gradients.copy_(result.reshape(-1))
-
-
-def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """Return the element ranges that neighbouring small slots cover."""
-    runs: list[tuple[int, int]] = []
-    offset = 0
-    for slot in slots:
-        end = offset + slot.spec.numel
-        if slot.small and end > offset:
-            if runs and runs[-1][1] == offset:
-                runs[-1] = (runs[-1][0], end)
-            else:
-                runs.append((offset, end))
-        offset = end
-    return runs
 
 
 class GradBucket:

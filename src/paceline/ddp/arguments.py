@@ -199,6 +199,15 @@ def _deprecate(message: str) -> None:
     warnings.warn(message, FutureWarning, stacklevel=4)
 
 
+def check_delay_pair(delayed: Any, trigger: Any) -> None:
+    """Raise ConfigurationError if only one of the two arguments for delayed parameters is given."""
+    if (delayed is None) != (trigger is None):
+        raise ConfigurationError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+            "same time: the second says when the first are reduced. Give both, or neither."
+        )
+
+
 def check_delayable(nonfinite: str, mixed_precision: object) -> None:
     """Refuse settings that delayed parameters, which are averaged apart, could not follow.
 

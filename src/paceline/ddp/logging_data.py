@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.buckets import BucketPlan
 from paceline.observe import StepClock
 
 if TYPE_CHECKING:
     from paceline.ddp.reduce.reducer import Reducer
+    from paceline.ddp.wrapper import DistributedDataParallel
 
 FIRST_SAMPLED_STEPS = 10
 _DTYPE_NAMES = {
@@ -53,6 +55,28 @@ class LoggingData:
         self.values["error"] = f"{type(error)}: {error}"
         self.values.setdefault("iteration", 0)
 
+    def set_construction(self, ddp: DistributedDataParallel, reducer: Reducer) -> None:
+        """Record what a wrapper was asked to do."""
+        policy = ddp._settings.policy
+        is_sync_bn = (isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules())
+        self.set_environment(dist.get_backend(ddp.process_group))
+        self.set_parameters(reducer.parameters)
+        self.set_plan(reducer.plan, rebuilt=False)
+        self.values |= {
+            "world_size": ddp._transport.world,
+            "rank": ddp._transport.rank,
+            "module_name": type(ddp.module).__name__,
+            "device_ids": ", ".join(str(entry) for entry in ddp.device_ids or []),
+            "output_device": -1 if ddp.output_device is None else ddp.output_device,
+            "broadcast_buffers": int(ddp.forward_sync_buffers),
+            "bucket_cap_bytes": ddp.bucket_bytes_cap,
+            "find_unused_parameters": int(policy.find_unused),
+            "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view is True),
+            "static_graph": int(policy.static_graph),
+            "is_multi_device_module": int(ddp.is_multi_device_module),
+            "has_sync_bn": int(any(is_sync_bn)),
+        }
+
     def set_environment(self, backend: str) -> None:
         """Record the environment variables that decide how processes find each other."""
         for variable in (*_COMMON_ENV, *_BACKEND_ENV.get(backend, ())):
@@ -82,11 +106,11 @@ class LoggingData:
 
     def set_progress(self, reducer: Reducer) -> None:
         """Record what a reducer has found out while training."""
-        if reducer.has_rebuilt:
+        if reducer.planner.has_rebuilt:
             self.set_plan(reducer.plan, rebuilt=True)
             order = ", ".join(str(index) for index in reducer.plan.order())
             self.values["prev_iteration_grad_ready_order_indices"] = order
-        self.values["num_buckets_reduced"] = reducer.buckets_reduced
+        self.values["num_buckets_reduced"] = reducer.counters.buckets_reduced
         self.values["can_set_static_graph"] = int(reducer.usage.is_static)
         self.values["unused_parameter_size"] = 0
 

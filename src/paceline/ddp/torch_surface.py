@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -51,10 +52,8 @@ _NOT_PICKLED = (
     "_transport",
     "_peers",
     "_buffer_sync",
-    "_swap",
     "_delayed",
-    "_census",
-    "_foreign",
+    "_forward_pass",
     "_inner",
     "_comm_hooks",
 )
@@ -67,7 +66,9 @@ class TorchSurface(TorchDDP):
     logger: LoggingData
     _buffer_sync: BufferSync
     _settings: Settings
+    _build_parts: Callable[[], None]
     _make_transport: Callable[[Any], DeferredTransport]
+    _set_hook: Callable[[RegisteredHook], None]
     _delayed: DelayedReduction | None
 
     def _set_torch_attributes(self, settings: Settings) -> None:
@@ -117,7 +118,7 @@ class TorchSurface(TorchDDP):
     # --- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_default_group()
+        _check_is_default(self.process_group)
         state = copy.copy(self.__dict__)
         for name in _NOT_PICKLED:
             state.pop(name, None)
@@ -135,18 +136,6 @@ class TorchSurface(TorchDDP):
             p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
         ]
         self._build_parts()
-
-    def _build_parts(self) -> None:
-        raise NotImplementedError
-
-    def _check_default_group(self) -> None:
-        if dist.is_initialized() and self.process_group == default_group():
-            return
-        raise NotPicklableError(
-            "DDP Pickling/Unpickling are only supported when using DDP with the default process "
-            "group, because other groups cannot be found again. Save ddp.module.state_dict() "
-            "instead."
-        )
 
     # --- buffers -------------------------------------------------------------------------------
 
@@ -225,9 +214,6 @@ class TorchSurface(TorchDDP):
             RegisteredHook(make(self.process_group), None, str(comm_hook_type), self.process_group)
         )
 
-    def _set_hook(self, hook: RegisteredHook) -> None:
-        raise NotImplementedError
-
     def _set_static_graph(self) -> None:
         """Promise that the graph never changes."""
         if self.static_graph:
@@ -244,11 +230,12 @@ class TorchSurface(TorchDDP):
             self.logger.set_error(error)
             raise error
         self.static_graph = True
-        self._change_policy(static_graph=True)
+        self._settings = replace(
+            self._settings, policy=replace(self._settings.policy, static_graph=True)
+        )
+        if self.reducer is not None:
+            self.reducer.runner.change_policy(self._settings.policy)
         self.logger.set("static_graph", 1)
-
-    def _change_policy(self, **changes: Any) -> None:
-        raise NotImplementedError
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Kept for torch's callers: outputs are never cloned here."""
@@ -257,16 +244,16 @@ class TorchSurface(TorchDDP):
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to gradients."""
         if self.reducer is not None:
-            self.reducer.taps.remove()
+            self.reducer._remove_autograd_hooks()
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward did not complete its reductions."""
         if self.reducer is not None:
-            self.reducer.check_finished()
+            self.reducer._check_reducer_finalized()
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
         """Say which rows a sparse gradient may have, by parameter name, equal on all ranks."""
-        self._require_reducer("_set_sparse_metadata()").flight.sparse_rows = dict(global_unique_ids)
+        self._require_reducer("_set_sparse_metadata()")._set_sparse_metadata(global_unique_ids)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another group; call it between steps, on every rank of the old one."""
@@ -277,28 +264,21 @@ class TorchSurface(TorchDDP):
         self._peers = Peers(self.process_group, self._transport, self.device)
         self._buffer_sync.transport = self._transport
         if self.reducer is not None:
-            self.reducer.change_transport(self._transport, self._peers)
+            self.reducer.runner.change_group(self._transport, self._peers)
+
+    # --- join ----------------------------------------------------------------------------------
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the join context's own messages live."""
+        return self._settings.placement.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that the join context talks over."""
+        return self.process_group
 
     # --- logging -------------------------------------------------------------------------------
-
-    def _log_construction(self, reducer: Reducer) -> None:
-        logger, policy = self.logger, self._settings.policy
-        logger.set_environment(dist.get_backend(self.process_group))
-        logger.set_parameters(reducer.parameters)
-        logger.set_plan(reducer.plan, rebuilt=False)
-        logger.set("world_size", self._transport.world)
-        logger.set("rank", self._transport.rank)
-        logger.set("module_name", type(self.module).__name__)
-        logger.set("device_ids", ", ".join(str(entry) for entry in self.device_ids or []))
-        logger.set("output_device", -1 if self.output_device is None else self.output_device)
-        logger.set("broadcast_buffers", int(self.forward_sync_buffers))
-        logger.set("bucket_cap_bytes", self.bucket_bytes_cap)
-        logger.set("find_unused_parameters", int(policy.find_unused))
-        logger.set("gradient_as_bucket_view", int(self.gradient_as_bucket_view is True))
-        logger.set("static_graph", int(policy.static_graph))
-        logger.set("is_multi_device_module", int(self.is_multi_device_module))
-        is_sync_bn = (isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        logger.set("has_sync_bn", int(any(is_sync_bn)))
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return torch's logging keys; ``stats()`` is made for people."""
@@ -325,3 +305,12 @@ class TorchSurface(TorchDDP):
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int) and value >= 1
+
+
+def _check_is_default(group: dist.ProcessGroup) -> None:
+    if dist.is_initialized() and group == default_group():
+        return
+    raise NotPicklableError(
+        "DDP Pickling/Unpickling are only supported when using DDP with the default process "
+        "group, because other groups cannot be found again. Save ddp.module.state_dict() instead."
+    )

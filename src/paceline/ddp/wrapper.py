@@ -1,15 +1,15 @@
 """``DistributedDataParallel``: the module that users wrap their model in.
 
-A shell: it checks arguments, owns the parts (reducer, buffers, precision, delayed parameters),
-and runs a forward through them. Names that only torch's own code and tests call are in
-:mod:`paceline.ddp.torch_surface`. Start reading here, then :mod:`paceline.ddp.reduce.reducer`.
+A shell: it checks arguments, owns the parts (reducer, buffers, precision, delayed parameters), and
+runs its module's forward between two calls of :mod:`paceline.ddp.forward_pass`. Names that only
+torch's own code and tests call are in :mod:`paceline.ddp.torch_surface`. Start reading here, then
+:mod:`paceline.ddp.reduce.reducer`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,20 +28,15 @@ from paceline.config import (
 )
 from paceline.ddp import arguments
 from paceline.ddp.agree.attempts import tells_peers
-from paceline.ddp.agree.init_sync import broadcast_module, verify_same_model
+from paceline.ddp.agree.init_sync import broadcast_module
 from paceline.ddp.agree.peers import Peers
 from paceline.ddp.agree.weights import check_weight
 from paceline.ddp.argument_types import check_types
-from paceline.ddp.autograd.hooks import nodes_of, tap_nodes
 from paceline.ddp.features.buffers import BufferSync, Moment
 from paceline.ddp.features.delayed import DelayedReduction
-from paceline.ddp.features.foreign import ForeignGuard, know_foreign_wrappers
+from paceline.ddp.features.foreign import ForeignGuard
 from paceline.ddp.features.join import (
     DDPJoinHook,
-    active_ranks,
-    agree_on_sync,
-    announce,
-    check_alone,
     check_mirrored,
     find_common_rank,
     shadow_announcement,
@@ -53,16 +48,18 @@ from paceline.ddp.features.nesting import (
     with_weight,
     without_sync,
 )
-from paceline.ddp.features.optimizer_in_backward import run_optimizers, take_over_optimizers
-from paceline.ddp.features.precision import PrecisionHome, PrecisionSwap, reduce_dtype
+from paceline.ddp.features.optimizer_in_backward import OptimizersInBackward
+from paceline.ddp.features.precision import PrecisionAccess, PrecisionSwap, reduce_dtype
+from paceline.ddp.forward_pass import ForwardPass
 from paceline.ddp.logging_data import LoggingData
-from paceline.ddp.parameter_changes import ParameterCensus
+from paceline.ddp.module_watch import ModuleWatch
 from paceline.ddp.parameters import find_trainables
 from paceline.ddp.reduce.comm_hook import RegisteredHook, check_hook
 from paceline.ddp.reduce.reducer import Reducer
+from paceline.ddp.reduce.step_runner import StepEnds
 from paceline.ddp.settings import Settings
 from paceline.ddp.torch_surface import TorchSurface
-from paceline.errors import ConfigurationError, HookAlreadyRegisteredError, ParametersChangedError
+from paceline.errors import HookAlreadyRegisteredError
 from paceline.freed_memory import keep_freed_memory
 from paceline.gloo_threads import settle_gloo_at_exit
 from paceline.observe import DDPStats
@@ -71,9 +68,7 @@ from paceline.torch_private import (
     MixedPrecisionConfig,
     TorchDDP,
     compiler_callback,
-    is_inside_backward,
     is_profiled,
-    move_inputs,
     not_compiled,
     not_compiled_itself,
 )
@@ -148,11 +143,7 @@ class DistributedDataParallel(TorchSurface):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.logger = LoggingData()
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ConfigurationError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
-                "same time: the second says when the first are reduced. Give both, or neither."
-            )
+        arguments.check_delay_pair(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if delay_all_reduce_named_params is not None:
             arguments.check_delayable(nonfinite, mixed_precision)
         self.process_group = arguments.choose_group(process_group, device_mesh)
@@ -192,8 +183,13 @@ class DistributedDataParallel(TorchSurface):
         self._build_parts()
         if init_sync:
             self._start_equal()
-        if delayed:
-            self._delay([parameter for _, parameter in delayed], param_to_hook_all_reduce)
+        if delayed and param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction(
+                [parameter for _, parameter in delayed],
+                param_to_hook_all_reduce,
+                self._transport,
+                is_synced=lambda: self.require_backward_grad_sync,
+            )
 
     # --- parts ---------------------------------------------------------------------------------
 
@@ -208,32 +204,34 @@ class DistributedDataParallel(TorchSurface):
             self.parameters_to_ignore,
             partial(reduce_dtype, precision),
         )
-        self._swap = None if precision is None else PrecisionSwap(precision, self.module)
         if any(parameter.device.type == "cpu" for parameter in parameters):
             keep_freed_memory()
         settle_gloo_at_exit()
         self._transport = self._make_transport(self.process_group)
         self._peers = Peers(self.process_group, self._transport, self.device)
         self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self._transport)
-        self._census = ParameterCensus(self.module, self.parameters_to_ignore, parameters)
-        self._runs_own_parameters = True
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._inner = find_wrappers(self.module)
-        self._lazy_init_ran = False
-        if not parameters:
-            self.reducer: Reducer | None = None
-            return
-        self.reducer = Reducer(
-            parameters, specs, settings.policy, settings.caps, self._transport, self._peers
-        )
-        self.reducer.on_error = self.logger.set_error
-        if self._swap is not None:
-            gives_views = settings.policy.views is not GradientViews.NEVER
-            self.reducer.local_home = PrecisionHome(self._swap, gives_views=gives_views)
-            self.reducer.after_step = self._swap.leave
-        self._foreign = ForeignGuard(self, self.reducer)
-        know_foreign_wrappers(DistributedDataParallel)
-        self._log_construction(self.reducer)
+        swap = None if precision is None else PrecisionSwap(precision, self.module)
+        optimizers = OptimizersInBackward()
+        self.reducer: Reducer | None = None
+        foreign = None
+        if parameters:
+            self.reducer = Reducer(
+                parameters,
+                specs,
+                settings.policy,
+                settings.caps,
+                self._transport,
+                self._peers,
+                access=PrecisionAccess(swap, settings.policy.views) if swap else None,
+                ends=StepEnds(optimizers, swap.leave if swap else None),
+                on_error=self.logger.set_error,
+            )
+            foreign = ForeignGuard(self, self.reducer, ours=DistributedDataParallel)
+            self.logger.set_construction(self, self.reducer)
+        watch = ModuleWatch(self.module, self.parameters_to_ignore, parameters)
+        self._forward_pass = ForwardPass(self.reducer, swap, watch, foreign, optimizers)
 
     def _make_transport(self, group: dist.ProcessGroup) -> DeferredTransport:
         """Prepare a transport for all gradients there may be, delayed ones included."""
@@ -243,35 +241,15 @@ class DistributedDataParallel(TorchSurface):
     @torch.inference_mode(False)
     def _start_equal(self) -> None:
         """Verify that ranks hold the same model, then copy rank 0's state to all."""
-        settings = self._settings
         self._transport.resolve()
         if self.reducer is not None:
-            verify_same_model(
-                self._transport.messages,
-                self.reducer.specs,
-                settings.policy,
-                settings.caps,
-                self.device,
-            )
-            self.reducer.plan_is_agreed = True
+            self.reducer.check_model()
         broadcast_module(
             self.module,
             self._transport.messages,
             source=0,
             ignored=self.parameters_to_ignore,
-            with_buffers=settings.buffers.at_construction,
-        )
-
-    @torch.inference_mode(False)
-    def _delay(
-        self, parameters: Sequence[torch.nn.Parameter], trigger: torch.nn.Parameter | None
-    ) -> None:
-        assert trigger is not None
-        self._delayed = DelayedReduction(
-            parameters,
-            trigger,
-            self._transport,
-            is_synced=lambda: self.require_backward_grad_sync,
+            with_buffers=self._settings.buffers.at_construction,
         )
 
     # --- forward -------------------------------------------------------------------------------
@@ -293,7 +271,7 @@ class DistributedDataParallel(TorchSurface):
 
     def _run_unseen(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same in fewer calls, while neither a compiler nor a profiler looks on."""
-        placed, placed_kwargs = self._enter_forward(*inputs, **kwargs)
+        placed, placed_kwargs = self._forward_pass.enter(self, inputs, kwargs)
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             output = self.module(*placed, **placed_kwargs)
@@ -302,116 +280,35 @@ class DistributedDataParallel(TorchSurface):
             raise
         finally:
             TorchDDP._active_ddp_module = outer
-        return self._leave_forward(output)
+        return self._forward_pass.leave(self, output)
 
-    def _enter_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._peers.check_process()
-        if not self._lazy_init_ran:
-            self._lazy_init()
-        if self.reducer is not None:
-            if torch.is_grad_enabled():
-                self._begin_forward(self.reducer, inputs, kwargs)
-            if self._join_config.enable:
-                self._enter_joined(self.reducer)
-            elif self._syncs_buffers(Moment.BEFORE_FORWARD):
-                self._sync_buffers()
-        if self.device_ids:
-            target = torch.device(self.device_type, self.device_ids[0])
-            side_stream = self.use_side_stream_for_tensor_copies
-            inputs, kwargs = move_inputs(inputs, kwargs, target, side_stream)
-        if self._swap is not None:
-            inputs, kwargs = self._swap.cast_inputs(inputs, kwargs)
-            self._entered_low = self._swap.enter()
-            if self._entered_low and self.reducer is not None:
-                self.reducer.retap()
-        return inputs, kwargs
+    @not_compiled
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._forward_pass.enter(self, inputs, kwargs)
 
-    _pre_forward = not_compiled(_enter_forward)
-
-    def _begin_forward(self, reducer: Reducer, inputs: Any, kwargs: Any) -> None:
-        if reducer.drift.abandoned:
-            reducer.drift.begin_again((inputs, kwargs))
-        if self.require_backward_grad_sync and not is_inside_backward():
-            self._prepare_sync(reducer)
-
-    def _prepare_sync(self, reducer: Reducer) -> None:
-        self._foreign.check()
-        self._runs_own_parameters = self._census.is_unchanged() or self._recount(reducer)
-        reducer.prepare_forward()
-        if self.logger.is_sampled(self._forwards):
-            self.logger.sample(self._forwards, reducer.clock)
-        self._forwards += 1
-        reducer.clock.start_forward()
+    @not_compiled
+    def _post_forward(self, output: Any) -> Any:
+        return self._forward_pass.leave(self, output)
 
     @not_compiled
     def _abandon_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.reducer is not None and self._will_sync():
-            self.reducer.drift.abandon((inputs, kwargs))
-
-    def _enter_joined(self, reducer: Reducer) -> None:
-        """Inside of a join context: tell ranks that have left their loops that this one has not.
-
-        They mirror one forward for each backward. A further forward before the same backward is
-        this rank's own business, then.
-        """
-        check_mirrored(self)
-        check_alone(self, self._will_sync())
-        if reducer.is_armed:
-            return
-        work = announce(self)
-        if work is not None and not self._divide_by_initial_world_size:
-            reducer.join_divisor = lambda: active_ranks(self.process_group, work)
-        if self._syncs_buffers(Moment.BEFORE_FORWARD):
-            self._sync_buffers()
-        agree_on_sync(self, self._will_sync(), wait=False)
-
-    def _leave_forward(self, output: Any) -> Any:
-        if self.reducer is not None:
-            if self._syncs_buffers(Moment.AFTER_FORWARD):
-                self._sync_buffers()
-            syncs = self._will_sync()
-            self.require_forward_param_sync = syncs
-            if syncs and self._runs_own_parameters:
-                output = self.reducer.arm(output)
-            elif syncs:
-                output = self.reducer.arm_if_reached(output)
-            elif torch.is_grad_enabled():
-                self.reducer.disarm()
-            if self._swap is not None and not syncs:
-                self._leave_low_precision(self._swap, output)
-        if self._delayed is not None and torch.is_grad_enabled():
-            self._delayed.lend_views()
-        return output
-
-    _post_forward = not_compiled(_leave_forward)
-
-    def _leave_low_precision(self, swap: PrecisionSwap, output: Any) -> None:
-        """A forward that is not synchronised: full precision returns after its backward, if any."""
-        nodes = nodes_of(output)
-        if torch.is_grad_enabled() and nodes:
-            tap_nodes(nodes, swap, leads_to_parameters=False)
-        elif self._entered_low:
-            swap.leave()
+        self._forward_pass.abandon(self, inputs, kwargs)
 
     def _will_sync(self) -> bool:
         return self.require_backward_grad_sync and torch.is_grad_enabled()
 
-    def _recount(self, reducer: Reducer) -> bool:
-        try:
-            is_own = self._census.check_again(self._transport.rank)
-        except ParametersChangedError as error:
-            self.logger.set_error(error)
-            raise
-        if is_own:
-            reducer.suspect_taps()
-        return is_own
+    def _syncs_buffers(self, moment: Moment) -> bool:
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and self._buffer_sync.is_due(moment)
+        )
 
-    def _lazy_init(self) -> None:
-        self._lazy_init_ran = True
-        if self.reducer is not None and take_over_optimizers(self.reducer.parameters):
-            self.reducer.drain.after_bucket = run_optimizers
-        if self._delayed is not None:
-            self._delayed.take_over_optimizers()
+    def _sync_buffers(self) -> None:
+        source = find_common_rank(self, True) if self._join_config.enable else 0
+        futures = self._buffer_sync.sync(source)
+        if futures and self.reducer is not None:
+            self.reducer.registered.futures.extend(futures)
 
     # --- what users call -----------------------------------------------------------------------
 
@@ -436,17 +333,13 @@ class DistributedDataParallel(TorchSurface):
         them.
         """
         weight = check_weight(n, self._transport.rank)
-        with with_weight(self._weighted_reducers(), weight):
-            yield
-
-    def _weighted_reducers(self) -> list[Reducer]:
-        """Return whose gradients weighted() concerns: those of wrappers inside, too."""
         if self._delayed is not None:
             raise weight_error("delayed parameters")
-        found = reducers_inside(self._inner, DistributedDataParallel)
-        if self.reducer is not None:
-            found.append(self.reducer)
-        return found or [self._require_reducer("weighted()")]
+        reducers = reducers_inside(self._inner, DistributedDataParallel)
+        if self.reducer is not None or not reducers:
+            reducers.append(self._require_reducer("weighted()"))
+        with with_weight(reducers, weight):
+            yield
 
     def stats(self) -> DDPStats:
         """Return a snapshot: steps, and the sizes and times of every bucket in the latest step."""
@@ -455,7 +348,7 @@ class DistributedDataParallel(TorchSurface):
     @property
     def skipped_steps(self) -> int:
         """How many steps ``nonfinite="skip"`` has left out."""
-        return self.reducer.skipped_steps if self.reducer is not None else 0
+        return self.reducer.counters.skipped_steps if self.reducer is not None else 0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket) -> Future[Tensor]`` take the place of every bucket's reduction.
@@ -476,14 +369,7 @@ class DistributedDataParallel(TorchSurface):
         self._comm_hooks.append((hook, state))
 
     def _set_hook(self, hook: RegisteredHook) -> None:
-        reducer = self._require_reducer("register_comm_hook()")
-        if reducer.flight.hook is not None:
-            raise HookAlreadyRegisteredError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once: the "
-                f"communication hook {reducer.flight.hook.name} is registered already, so "
-                f"{hook.name} cannot be. To combine two, write a hook that calls both."
-            )
-        reducer.flight.hook = hook
+        self._require_reducer("register_comm_hook()").registered.register_hook(hook)
         self.logger.set("comm_hook", hook.name)
 
     def join(
@@ -496,8 +382,7 @@ class DistributedDataParallel(TorchSurface):
 
         Args:
             divide_by_initial_world_size: Divide gradients by the world size throughout; otherwise
-            by
-                the number of ranks that still have inputs.
+                by the number of ranks that still have inputs.
             enable: False turns the context off, for inputs known to be even.
             throw_on_early_termination: Raise on every rank as soon as one runs out of inputs.
         """
@@ -516,49 +401,3 @@ class DistributedDataParallel(TorchSurface):
         self._peers.check_process()
         divide = kwargs.get("divide_by_initial_world_size", True)
         return DDPJoinHook(self, divide_by_initial_world_size=divide)
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the join context's own messages live."""
-        return self._settings.placement.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group that the join context talks over."""
-        return self.process_group
-
-    # --- buffers -------------------------------------------------------------------------------
-
-    def _syncs_buffers(self, moment: Moment) -> bool:
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and self._buffer_sync.is_due(moment)
-        )
-
-    def _sync_buffers(self) -> None:
-        source = find_common_rank(self, True) if self._join_config.enable else 0
-        futures = self._buffer_sync.sync(source)
-        if futures and self.reducer is not None:
-            self.reducer.flight.post_futures.extend(futures)
-
-    def _mirror_buffer_sync(self) -> None:
-        if self._syncs_buffers(Moment.BEFORE_FORWARD):
-            self._buffer_sync.run(find_common_rank(self, False))
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._authoritative_rank = find_common_rank(self, is_last_joiner)
-        broadcast_module(
-            self.module,
-            self._transport.messages,
-            source=self._authoritative_rank,
-            ignored=self.parameters_to_ignore,
-            with_buffers=self.forward_sync_buffers,
-        )
-        if self.reducer is not None:
-            self.reducer.drift.forget()
-
-    def _change_policy(self, **changes: Any) -> None:
-        self._settings = replace(self._settings, policy=replace(self._settings.policy, **changes))
-        if self.reducer is not None:
-            self.reducer.change_policy(self._settings.policy)

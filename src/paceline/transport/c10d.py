@@ -45,6 +45,9 @@ class C10dReduction:
 class C10dTransport:
     """Sums over a c10d process group."""
 
+    late_bytes = 1 << 20
+    """To start a bucket of this size from a backward takes as long as the sum: threads meet."""
+
     def __init__(self, group: dist.ProcessGroup, reason: str = "") -> None:
         self._group = group
         self.reason = reason

@@ -53,7 +53,7 @@ class DeferredTransport:
             group, choice, device, gradient_bytes
         )
         self._chosen: Transport | None = None
-        self._plain_messages = GroupMessages(group)
+        self._group_messages = GroupMessages(group)
 
     @property
     def name(self) -> str:
@@ -68,7 +68,12 @@ class DeferredTransport:
     @property
     def messages(self) -> Messages:
         """Over the process group, until all ranks have chosen something better."""
-        return self._chosen.messages if self._chosen else self._plain_messages
+        return self._chosen.messages if self._chosen else self._group_messages
+
+    @property
+    def late_bytes(self) -> int:
+        """See :class:`paceline.types.Transport`; not a reason to choose now."""
+        return self._chosen.late_bytes if self._chosen else 0
 
     def resolve(self) -> Transport:
         """Choose now. Collective, the first time."""

@@ -41,8 +41,6 @@ from paceline.transport.sparse import SparseSum
 from paceline.types import Messages, Reduction
 
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
-LATE_BYTES = 1 << 20
-"""A sum up to this size takes less time than to hand it to another thread and back."""
 
 
 class UnderWay(Protocol):
@@ -124,13 +122,16 @@ class ShmTransport:
             Its time-out is the deadline of a reduction.
     """
 
+    late_bytes = 1 << 20
+    """A sum up to this size takes less time than to hand it to another thread and back."""
+
     def __init__(self, connection: Connection, group: dist.ProcessGroup) -> None:
         timeout = group_timeout(group) or dist.default_pg_timeout
         timeout_s = timeout.total_seconds()
         self.rank: int = group.rank()
         self.world: int = group.size()
-        self._plain = C10dTransport(group)
-        self.messages: Messages = self._plain.messages
+        self._c10d = C10dTransport(group)
+        self.messages: Messages = self._c10d.messages
         self._arena = connection.arena
         connection.watch.queries.subject = weakref.ref(group)
         self._status = connection.status
@@ -144,7 +145,7 @@ class ShmTransport:
             self.messages = SharedMessages(SharedGroup(connection, 1, timeout_s), group)
             part: SharedGroup | LaneGroup = self._group
         else:
-            self.name = f"shm+{self._plain.name}"
+            self.name = f"shm+{self._c10d.name}"
             lanes = count_lanes(connection)
             self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
             lane = _make_lane(connection, group, timeout)
@@ -186,7 +187,7 @@ class ShmTransport:
     def start_last(self, flat: torch.Tensor) -> Reduction:
         """Leave a small sum to the thread that waits for it: to wake another one costs more."""
         group = self._group
-        is_late = flat.nbytes <= LATE_BYTES and not flat.is_complex() and not is_profiled()
+        is_late = flat.nbytes <= self.late_bytes and not flat.is_complex() and not is_profiled()
         return LateSum(group, flat) if group is not None and is_late else self.start(flat)
 
     def start_sparse(self, gradient: torch.Tensor) -> SparseSum:

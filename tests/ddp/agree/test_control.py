@@ -28,10 +28,10 @@ def test_every_row_arrives_unchanged(
     layout = ControlLayout(world, buckets)
     total = torch.zeros(layout.numel, dtype=dtype)
     for rank, row in enumerate(sent):
-        tail = torch.zeros(layout.numel, dtype=dtype)
+        trailer = torch.zeros(layout.numel, dtype=dtype)
         if row is not None:
-            layout.write(tail, rank, row)
-        total += tail
+            layout.write(trailer, rank, row)
+        total += trailer
     block = layout.read(total)
     assert [row and (row.flags, row.step, row.weight, row.drift) for row in block.rows] == [
         row and (row.flags, row.step, row.weight, row.drift) for row in sent
@@ -51,9 +51,9 @@ def test_used_parameters_are_counted(dtype: torch.dtype) -> None:
     total = torch.zeros(layout.numel, dtype=dtype)
     row = ControlRow(Flag.PRESENT.value, 0, 0.0, (0,))
     for rank, used in enumerate(([1, 0, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0])):
-        tail = torch.zeros(layout.numel, dtype=dtype)
-        layout.write(tail, rank, row, bytes(used))
-        total += tail
+        trailer = torch.zeros(layout.numel, dtype=dtype)
+        layout.write(trailer, rank, row, bytes(used))
+        total += trailer
     assert layout.read(total).used == (3, 0, 1, 1)
 
 
@@ -69,9 +69,9 @@ def test_a_use_is_never_rounded_away() -> None:
 
 def test_stamps_out_of_range_are_clamped() -> None:
     layout = ControlLayout(world=1, buckets=2)
-    tail = torch.zeros(layout.numel)
-    layout.write(tail, 0, ControlRow(Flag.PRESENT.value, 2**40 + 5, 1.5, (-3, 2**50)))
-    block = layout.read(tail)
+    trailer = torch.zeros(layout.numel)
+    layout.write(trailer, 0, ControlRow(Flag.PRESENT.value, 2**40 + 5, 1.5, (-3, 2**50)))
+    block = layout.read(trailer)
     assert layout.ready_us(block.data, 0) == (0, 2**32 - 1)
     assert block.rows[0] is not None
     assert block.rows[0].step == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.ddp.autograd.hooks import WAITING_BYTES, GradientTaps, make_inbox
+from paceline.ddp.autograd.hooks import WAITING_BYTES, GradientHooks, make_ready_queue
 
 HALF = WAITING_BYTES // 2 // 4
 """Elements of half of what may wait."""
@@ -17,12 +17,12 @@ class Told:
     def __init__(self, due: int) -> None:
         self.calls: list[list[int]] = []
         self.due = due
-        self.inbox = make_inbox(self)
-        self.inbox.due = due
+        self.queue = make_ready_queue(self)
+        self.queue.due = due
 
     def on_gradients(self) -> None:
-        self.calls.append(self.inbox.take()[0])
-        self.inbox.due = self.due
+        self.calls.append(self.queue.take()[0])
+        self.queue.due = self.due
 
     def on_output(self, leads_to_parameters: bool) -> None:
         raise AssertionError("no output is tapped here")
@@ -41,7 +41,7 @@ def arrive(*ready: torch.Tensor) -> None:
 def test_large_gradients_wait_until_they_are_many_bytes() -> None:
     told = Told(due=NEVER)
     a, b, c, d = params = parameters(HALF, HALF, HALF, HALF)
-    taps = GradientTaps(params, told.inbox, large={0, 1, 2, 3})
+    hooks = GradientHooks(params, told.queue, large={0, 1, 2, 3})
     arrive(a)
     assert told.calls == []
     arrive(b)
@@ -50,43 +50,43 @@ def test_large_gradients_wait_until_they_are_many_bytes() -> None:
     assert told.calls == [[0, 1]], "what has been taken does not count again"
     arrive(d)
     assert told.calls == [[0, 1], [2, 3]]
-    taps.remove()
+    hooks.remove()
 
 
 def test_one_that_is_larger_than_that_does_not_wait() -> None:
     told = Told(due=NEVER)
     small, huge = params = parameters(10, 2 * HALF)
-    taps = GradientTaps(params, told.inbox, large={1})
+    hooks = GradientHooks(params, told.queue, large={1})
     arrive(small, huge)
     assert told.calls == [[0, 1]]
-    taps.remove()
+    hooks.remove()
 
 
 def test_small_gradients_do_not_make_large_ones_due() -> None:
     told = Told(due=NEVER)
     large, *small = params = parameters(HALF, *[HALF] * 3)
-    taps = GradientTaps(params, told.inbox, large={0})
+    hooks = GradientHooks(params, told.queue, large={0})
     arrive(large, *small)
     assert told.calls == []
-    taps.remove()
+    hooks.remove()
 
 
 def test_a_bucket_that_can_be_full_does_not_wait_for_bytes() -> None:
     told = Told(due=2)
     params = parameters(10, HALF)
-    taps = GradientTaps(params, told.inbox, large={1})
+    hooks = GradientHooks(params, told.queue, large={1})
     arrive(*params)
     assert told.calls == [[0, 1]]
-    taps.remove()
+    hooks.remove()
 
 
 def test_clearing_forgets_the_bytes() -> None:
     told = Told(due=NEVER)
     a, b = params = parameters(HALF, HALF)
-    taps = GradientTaps(params, told.inbox, large={0, 1})
+    hooks = GradientHooks(params, told.queue, large={0, 1})
     arrive(a)
-    told.inbox.clear()
+    told.queue.clear()
     arrive(b)
     assert told.calls == []
-    assert told.inbox.take()[0] == [1]
-    taps.remove()
+    assert told.queue.take()[0] == [1]
+    hooks.remove()

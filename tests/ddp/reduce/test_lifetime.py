@@ -159,7 +159,7 @@ class TestDeletion:
             with no_collector():
                 ddp = DDP(build())
                 output = ddp(torch.ones(1, 4))
-                reducer = weakref.ref(ddp.reducer)
+                reducer = weakref.ref(ddp.reducer.runner)
                 del ddp
                 while_held = reducer() is None
                 del output

@@ -44,10 +44,10 @@ def different_weights_are_refused(weights: tuple[float | None, float | None]) ->
     models = nets()
     wrappers = [DDP(model) for model in models]
     for wrapper, weight in zip(wrappers, weights, strict=True):
-        wrapper.reducer.weight = weight
+        wrapper.reducer.runner.weight = weight
     refused(wrappers, "weighs this step differently")
     for wrapper in wrappers:
-        wrapper.reducer.weight = None
+        wrapper.reducer.runner.weight = None
     check_each_alone(models, wrappers)
 
 

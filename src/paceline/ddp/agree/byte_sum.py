@@ -11,23 +11,23 @@ import torch
 from paceline.native.extension import native
 
 
-def write_bytes(tail: torch.Tensor, data: bytearray) -> None:
+def write_bytes(trailer: torch.Tensor, data: bytearray) -> None:
     """Let each number of a contiguous tensor be one of the bytes; it has as many."""
-    if _is_plain(tail):
-        native.write_floats(tail.data_ptr(), data)
+    if _is_cpu_float32(trailer):
+        native.write_floats(trailer.data_ptr(), data)
     else:
-        tail.copy_(torch.frombuffer(data, dtype=torch.uint8))
+        trailer.copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
-def read_bytes(tail: torch.Tensor, count: int) -> tuple[bytes, tuple[int, ...]]:
+def read_bytes(trailer: torch.Tensor, count: int) -> tuple[bytes, tuple[int, ...]]:
     """Return the first ``count`` numbers, which are bytes again, and the rest, which are counts."""
-    numbers = tail.real if tail.is_complex() else tail
-    rest = tuple(map(int, numbers[count:].tolist())) if tail.numel() > count else ()
-    if _is_plain(tail):
-        data: bytes = native.read_floats(tail.data_ptr(), count)
+    numbers = trailer.real if trailer.is_complex() else trailer
+    rest = tuple(map(int, numbers[count:].tolist())) if trailer.numel() > count else ()
+    if _is_cpu_float32(trailer):
+        data: bytes = native.read_floats(trailer.data_ptr(), count)
         return data, rest
     return bytes(map(int, numbers[:count].tolist())), rest
 
 
-def _is_plain(tail: torch.Tensor) -> bool:
-    return native is not None and tail.dtype is torch.float32 and tail.is_cpu
+def _is_cpu_float32(trailer: torch.Tensor) -> bool:
+    return native is not None and trailer.dtype is torch.float32 and trailer.is_cpu

@@ -1,8 +1,8 @@
 """The control block: what ranks tell each other in every step, at no extra collective.
 
 [Note: the control block]
-Behind the gradients of the bucket that is reduced last lies a tail of a few numbers. It is summed
-with the gradients, yet carries words that are no gradients:
+Behind the gradients of the bucket that is reduced last lies a trailer of a few numbers. It is
+summed with the gradients, yet carries words that are no gradients:
 
     rows   world x row_bytes numbers. Each rank writes one *row of bytes* into its own row and zeros
            into all others, so the sum is the set of all rows, unchanged. A byte is at most 255, and
@@ -12,7 +12,7 @@ with the gradients, yet carries words that are no gradients:
 
 Why the last bucket: buckets start in plan order, so when a rank starts its last one, it knows all
 that it will ever know about this step: which gradients never came, which were not finite. Where
-the last bucket cannot carry a tail (a sparse gradient, or a communication hook that owns the
+the last bucket cannot carry a trailer (a sparse gradient, or a communication hook that owns the
 bucket), the block travels alone, after all buckets.
 
 A row that is all zeros belongs to a rank that has left the loop (``join``).
@@ -50,7 +50,7 @@ class Flag(enum.IntFlag):
     """A gradient of this rank is not finite (only with nonfinite="skip")."""
 
 
-_PLAIN = Flag.PRESENT.value
+_ORDINARY = Flag.PRESENT.value
 
 
 class ControlRow(NamedTuple):
@@ -88,13 +88,13 @@ class ControlBlock:
         """The rows of ranks that take part, with their ranks."""
         return [(rank, row) for rank, row in enumerate(self.rows) if row is not None]
 
-    def is_plain(self) -> bool:
+    def is_ordinary(self) -> bool:
         """Whether no rank has anything to say, and all are in the same step: the common case."""
         rows = [row for row in self.rows if row is not None]
         if not rows:
             return True
         step, drift = rows[0].step, rows[0].drift
-        return all(r.flags == _PLAIN and r.step == step and r.drift == drift for r in rows)
+        return all(r.flags == _ORDINARY and r.step == step and r.drift == drift for r in rows)
 
     def any(self, flag: Flag) -> bool:
         """Whether some rank raised ``flag``."""
@@ -124,9 +124,9 @@ class ControlLayout:
         self.numel = world * self.row_bytes + tracked
 
     def write(
-        self, tail: torch.Tensor, rank: int, row: ControlRow, used: Sequence[int] = b""
+        self, trailer: torch.Tensor, rank: int, row: ControlRow, used: Sequence[int] = b""
     ) -> None:
-        """Fill ``tail`` with this rank's row, zeros for the others, and what it used."""
+        """Fill ``trailer`` with this rank's row, zeros for the others, and what it used."""
         data = bytearray(self.numel)
         late = [max(0, min(stamp, _MAX_U32)) for stamp in row.ready_us]
         start = rank * self.row_bytes
@@ -134,12 +134,12 @@ class ControlLayout:
         self._whole_row.pack_into(data, start, row.flags, row.drift, step, row.weight, *late)
         if used:
             data[self.world * self.row_bytes :] = bytes(used)
-        write_bytes(tail, data)
+        write_bytes(trailer, data)
 
-    def read(self, tail: torch.Tensor) -> ControlBlock:
-        """Decode a summed tail."""
+    def read(self, trailer: torch.Tensor) -> ControlBlock:
+        """Decode a summed trailer."""
         end = self.world * self.row_bytes
-        data, counts = read_bytes(tail, end)
+        data, counts = read_bytes(trailer, end)
         rows = [self._row(data, start) for start in range(0, end, self.row_bytes)]
         return ControlBlock(tuple(rows), counts, self, data)
 

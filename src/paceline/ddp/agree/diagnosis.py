@@ -38,7 +38,7 @@ def _missing_error(reports: Sequence[FailureReport], policy: ReducePolicy) -> er
     if policy.missing is MissingGradients.WAIT:
         text = missing.torch_text(reports, policy)
     else:
-        text = missing.plain_text(reports, policy)
+        text = missing.our_text(reports, policy)
     make = errors.GraphChangedError if policy.static_graph else errors.UnusedParametersError
     first = reports[0]
     return make(text, rank=first.rank, parameters=first.parameters)

@@ -99,10 +99,10 @@ class Drift:
         self._is_stepped = False
         self._version = self.parameters[0]._version
         self._clear()
-        self._is_plain = False
+        self._is_all_synced = False
 
     def _clear(self) -> None:
-        self._is_plain = True
+        self._is_all_synced = True
         self.forwards = self._local_forwards = 0
         self._local = self._bypassed = self._pending = 0
         self._steps = self._updates = self._unsynced = self._raised = self._left_out = 0
@@ -112,13 +112,13 @@ class Drift:
 
     def on_local_forward(self) -> None:
         """A forward under no_sync has run."""
-        self._is_plain = False
+        self._is_all_synced = False
         self.forwards += 1
         self._local_forwards += 1
 
     def abandon(self, inputs: Any) -> None:
         """A forward raised."""
-        self._is_plain = False
+        self._is_all_synced = False
         self._raised += 1
         self._left_out += 1
         self.abandoned = _first_rows(inputs)
@@ -144,7 +144,7 @@ class Drift:
         if number in (self._backward_id, _synced_backward):
             return  # known; or averaged by another wrapper ([Note: others' gradients])
         self._backward_id = number
-        self._is_plain = False
+        self._is_all_synced = False
         self._end_stretch()
         if not self._is_stepped_by_optimizers:
             self._values = self._some_values()
@@ -158,7 +158,7 @@ class Drift:
         """A synchronised backward begins: return what ranks compare, and count anew."""
         global _synced_backward
         _synced_backward = backward_id()
-        if not self._is_plain:
+        if not self._is_all_synced:
             return self._take_all()
         version = self.parameters[0]._version
         steps = 1 if self._is_stepped else 0

@@ -1,7 +1,6 @@
 """Construction: verify that all ranks hold the same model, then make them start equal.
 
-Called by the wrapper before the reducer exists, and by the reducer's owner when buckets are cut
-anew.
+Called by the wrapper, and by :mod:`paceline.ddp.agree.peers`, also when buckets are cut anew.
 """
 
 from __future__ import annotations

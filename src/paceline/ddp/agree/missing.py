@@ -19,7 +19,7 @@ _OUTPUTS = (
 )
 
 
-def plain_text(reports: Sequence[FailureReport], policy: ReducePolicy) -> str:
+def our_text(reports: Sequence[FailureReport], policy: ReducePolicy) -> str:
     """Say what is missing in this backward."""
     told = "\n".join(f"  rank {r.rank}: {', '.join(r.parameters)}{_detail(r)}" for r in reports)
     if policy.static_graph:

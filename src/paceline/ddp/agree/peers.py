@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.buckets import BucketPlan
+from paceline.buckets import BucketCaps, BucketPlan, ParameterSpec
 from paceline.config import ReducePolicy
 from paceline.ddp.agree.control import ControlBlock, Flag
 from paceline.ddp.agree.diagnosis import build_error
 from paceline.ddp.agree.drift import Drift
-from paceline.ddp.agree.init_sync import verify_same_plan
+from paceline.ddp.agree.init_sync import verify_same_model, verify_same_plan
 from paceline.ddp.agree.out_of_step import OutOfStep
 from paceline.ddp.agree.patience import Patience
 from paceline.ddp.agree.reports import FailureReport
@@ -83,6 +83,12 @@ class Peers:
         what = "agreement on the order of buckets"
         return broadcast_integers(self._transport.messages, what, order, self._device)
 
+    def check_model(
+        self, specs: Sequence[ParameterSpec], policy: ReducePolicy, caps: BucketCaps
+    ) -> None:
+        """Raise ModelMismatchError on every rank if some rank has another model or settings."""
+        verify_same_model(self._transport.messages, specs, policy, caps, self._device)
+
     def check_plan(self, plan: BucketPlan) -> None:
         """Raise ModelMismatchError on every rank if some rank has another plan."""
         verify_same_plan(self._transport.messages, plan, self._device)
@@ -99,7 +105,7 @@ class Peers:
         Raises:
             StepError: If the step failed on some rank; the same error on every rank.
         """
-        if block.is_plain():
+        if block.is_ordinary():
             if failure is not None:
                 # It came to light after the block was sent: the peers may be fine.
                 raise self.error_for([failure], policy)
@@ -138,10 +144,10 @@ class Peers:
     def _check_weights(self, block: ControlBlock) -> None:
         weighted = [rank for rank, row in block.present() if row.has(Flag.WEIGHTED)]
         if weighted and len(weighted) != len(block.present()):
-            plain = [rank for rank, row in block.present() if not row.has(Flag.WEIGHTED)]
+            unweighted = [rank for rank, row in block.present() if not row.has(Flag.WEIGHTED)]
             raise DesynchronizedError(
-                f"Ranks {weighted} ran this backward inside `ddp.weighted(n)`, ranks {plain} did "
-                "not, so there is no common mean. Use `with ddp.weighted(n):` on every rank; n = "
-                "0 is fine.",
-                rank=plain[0],
+                f"Ranks {weighted} ran this backward inside `ddp.weighted(n)`, ranks {unweighted} "
+                "did not, so there is no common mean. Use `with ddp.weighted(n):` on every rank; "
+                "n = 0 is fine.",
+                rank=unweighted[0],
             )

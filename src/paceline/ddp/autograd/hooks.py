@@ -1,4 +1,4 @@
-"""Where the reducer listens: hooks on AccumulateGrad nodes and on the outputs of a forward.
+"""Hooks on AccumulateGrad nodes and on the outputs of a forward: how the reducer hears of both.
 
 The hooks on parameters hold the listener weakly, so that a wrapper, its buckets and its memory are
 freed when the user lets go of it, and a deep copy of the module carries none of them. The hooks on
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.buckets import Slot
-from paceline.ddp.autograd.unused import find_tensors
+from paceline.ddp.autograd.unused import find_tensors, is_in_graph
 from paceline.native.extension import native
 from paceline.torch_private import never_compiled, tensor_exchange
 
@@ -32,21 +32,21 @@ class Listener(Protocol):
     """Who is told: the reducer."""
 
     def on_gradients(self) -> None:
-        """Gradients have been accumulated: as many as were due are in the inbox."""
+        """Gradients have been accumulated: as many as were due are in the queue."""
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward has reached an output of the module."""
 
 
-class Inbox(Protocol):
+class ReadyQueue(Protocol):
     """Parameters, by index, whose gradients have arrived and have not been taken yet.
 
-    [Note: warm gradients] While it is open, the hooks bring gradients into their buckets at once,
+    [Note: warm gradients] During a step, the hooks copy gradients into their buckets at once,
     scaled: a gradient has just been written then, and is in a cache, and its memory serves the next
     one. Only the native core does that, with float32 on the CPU; what is not as usual is left to
     the listener, gradient by gradient.
 
-    [Note: batches] The listener is told when ``due`` are in the inbox, so that most gradients cost
+    [Note: batches] The listener is told when ``due`` are in the queue, so that most gradients cost
     one append. It sets ``due`` to how many must at least arrive before a bucket can be full, so a
     batch never delays a reduction, in whatever order gradients come. While no step is under way,
     every gradient is due. Hooks may run on several threads: an append is atomic, and the listener
@@ -63,36 +63,36 @@ class Inbox(Protocol):
     def __len__(self) -> int:
         """How many are there."""
 
-    def tap(self, index: int, large_bytes: int, /) -> Callable[..., None]:
-        """Return a hook that puts ``index`` into the inbox, and then tells if that is due.
+    def make_hook(self, index: int, large_bytes: int, /) -> Callable[..., None]:
+        """Return a hook that puts ``index`` into the queue, and then tells if that is due.
 
         ``large_bytes`` is 0 for a gradient that is not large.
         """
 
-    def open(self, slots: list[Slot | None], factor: float, /) -> bool:
-        """Let hooks bring in what has a slot, times a factor; say whether they will.
+    def start_copying(self, slots: list[Slot | None], factor: float, /) -> bool:
+        """Let hooks copy in what has a slot, times a factor; say whether they will.
 
         Each once, from then on; a parameter's grad is its slot's view then.
         """
 
-    def withhold(self, index: int, /) -> None:
-        """Let the hook of one parameter leave it: no gradient is expected there."""
+    def exclude(self, index: int, /) -> None:
+        """Let the hook of one parameter copy nothing."""
 
-    def shut(self) -> None:
-        """Let hooks leave gradients where they are, as they do before it is opened."""
+    def stop_copying(self) -> None:
+        """Let hooks leave gradients where they are, as they do before a step."""
 
     def first(self) -> int:
         """Return what came first, and leave it."""
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Remove and return what is there: all, and of these what was left to be brought in."""
+        """Remove and return what is there: all, and of these what is still to be copied in."""
 
     def clear(self) -> None:
         """Forget what is there."""
 
 
-class PythonInbox:
-    """What :func:`make_inbox` makes where the native core is missing."""
+class PythonReadyQueue:
+    """What :func:`make_ready_queue` makes where the native core is missing."""
 
     def __init__(self, tell: Callable[[], None], most_bytes: int) -> None:
         self.due = 1
@@ -105,7 +105,7 @@ class PythonInbox:
         return len(self._items)
 
     @never_compiled
-    def tap(self, index: int, large_bytes: int, /) -> Callable[..., None]:
+    def make_hook(self, index: int, large_bytes: int, /) -> Callable[..., None]:
         """Return a hook; autograd hands it gradients, which it does not look at."""
 
         def on_gradient(*_: Any) -> None:
@@ -122,15 +122,15 @@ class PythonInbox:
         """Return what came first, and leave it."""
         return self._items[0]
 
-    def open(self, _slots: list[Slot | None], _factor: float, /) -> bool:
+    def start_copying(self, _slots: list[Slot | None], _factor: float, /) -> bool:
         """Leave all gradients to the listener: a copy by torch costs the same there."""
         return False
 
-    def withhold(self, _index: int, /) -> None:
-        """Nothing is brought in anyway."""
+    def exclude(self, _index: int, /) -> None:
+        """No hook copies anyway."""
 
-    def shut(self) -> None:
-        """It never was open."""
+    def stop_copying(self) -> None:
+        """None does."""
 
     def take(self) -> tuple[list[int], list[int]]:
         """Remove and return what is there; all of it was left."""
@@ -147,8 +147,8 @@ class PythonInbox:
 
 
 @never_compiled
-def make_inbox(listener: Listener) -> Inbox:
-    """Make an inbox that tells the listener, as long as it lives; in C if that was built."""
+def make_ready_queue(listener: Listener) -> ReadyQueue:
+    """Make a queue that tells the listener, as long as it lives; in C if that was built."""
     reference = weakref.ref(listener)
 
     def tell() -> None:
@@ -157,28 +157,66 @@ def make_inbox(listener: Listener) -> Inbox:
             alive.on_gradients()
 
     if native is None:
-        return PythonInbox(tell, WAITING_BYTES)
-    inbox: Inbox = native.Inbox(tell, WAITING_BYTES, tensor_exchange())
-    return inbox
+        return PythonReadyQueue(tell, WAITING_BYTES)
+    queue: ReadyQueue = native.ReadyQueue(tell, WAITING_BYTES, tensor_exchange())
+    return queue
 
 
-class GradientTaps:
+class GradientHooks:
     """Hooks on the AccumulateGrad nodes of some parameters.
 
-    Those that are ``large`` wait for a few others only ([Note: large gradients]).
+    Those that are ``large`` wait for a few others only ([Note: large gradients]). To convert a
+    parameter makes autograd forget its node, and our hook with it.
+
+    Attributes:
+        nodes: Of the parameters, in their order.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], inbox: Inbox, large: Set[int]) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], queue: ReadyQueue, large: Set[int]
+    ) -> None:
         self._parameters = parameters
-        self.nodes: list[Any] = []
+        self._queue = queue
+        self._large = large
         self._handles: list[Any] = []
-        for index, parameter in enumerate(parameters):
-            node = _accumulate_node(parameter)
-            self.nodes.append(node)
-            large_bytes = parameter.nbytes if index in large else 0
-            self._handles.append(node.register_hook(inbox.tap(index, large_bytes)))
+        self._are_suspect = False
+        self.attach()
 
-    def are_intact(self, indices: Iterable[int]) -> bool:
+    def attach(self) -> None:
+        """Listen at the parameters' present nodes, and no others."""
+        self.remove()
+        self.nodes = [_accumulate_node(parameter) for parameter in self._parameters]
+        self._node_set = frozenset(self.nodes)
+        for index, node in enumerate(self.nodes):
+            large_bytes = self._parameters[index].nbytes if index in self._large else 0
+            self._handles.append(node.register_hook(self._queue.make_hook(index, large_bytes)))
+
+    def suspect(self) -> None:
+        """The module was changed, or a step failed: look before the next forward."""
+        self._are_suspect = True
+
+    def check_suspects(self) -> None:
+        """If there is reason to: see whether all parameters are still heard; else attach anew."""
+        if self._are_suspect:
+            self._are_suspect = False
+            if not self._are_intact(range(len(self._parameters))):
+                self.attach()
+
+    def are_below(self, outputs: Iterable[Any]) -> bool:
+        """Say whether one of our nodes hangs on these."""
+        return is_in_graph(outputs, self._node_set)
+
+    def attach_below(self, outputs: Iterable[Any]) -> bool:
+        """Attach anew if the nodes were lost; say whether our nodes hang on ``outputs`` then.
+
+        A module is converted as a whole: the graph has none of our nodes, and one parameter tells.
+        """
+        if self._are_intact((0,)):
+            return False
+        self.attach()
+        return self.are_below(outputs)
+
+    def _are_intact(self, indices: Iterable[int]) -> bool:
         """Whether these parameters still lead to our nodes."""
         return all(_accumulate_node(self._parameters[i]) is self.nodes[i] for i in indices)
 
@@ -202,13 +240,13 @@ def _accumulate_node(parameter: torch.Tensor) -> Any:
     return grad_fn.next_functions[0][0]
 
 
-def nodes_of(output: Any) -> set[Any]:
+def output_nodes(output: Any) -> set[Any]:
     """Return the nodes at which a backward enters the graph of a forward's output."""
     return {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
 
 
 @never_compiled
-def tap_nodes(nodes: Iterable[Any], listener: Listener, *, leads_to_parameters: bool) -> None:
+def hook_outputs(nodes: Iterable[Any], listener: Listener, *, leads_to_parameters: bool) -> None:
     """Tell the listener when a backward reaches one of these nodes of a forward's output.
 
     It is also told whether parameters hang on them at all; that cannot be asked later, because

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from paceline.types import Reduction, Transport
 class DelayedReduction:
     """Owns the buffers of the delayed parameters."""
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
@@ -50,7 +50,7 @@ class DelayedReduction:
                 delayed.start()
             return gradient
 
-        self._handle = trigger.register_hook(on_trigger)
+        trigger.register_hook(on_trigger)
 
     def _allocate(self, parameters: Sequence[torch.Tensor]) -> None:
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -99,7 +99,3 @@ class DelayedReduction:
             reduction.wait()
         if self._steps_parameters:
             step_parameters(parameter for parameter, _ in self._views)
-
-    def remove(self) -> Any:
-        """Stop listening to the trigger."""
-        self._handle.remove()

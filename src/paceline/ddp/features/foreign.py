@@ -1,7 +1,7 @@
 """torch's own DistributedDataParallel on parameters that a wrapper of ours reduces as well.
 
 Both would divide the same gradient by the number of ranks. torch's wrapper inside of ours is fine:
-what it averages we leave to it (trainables.py). Around ours, it is refused: one of the two is
+what it averages we leave to it (parameters.py). Around ours, it is refused: one of the two is
 enough. Beside ours, over the same layers, it is right as two of ours are ([Note: shared parameters]
 in sharing.py), as long as it does not lend out views of its buckets.
 
@@ -49,17 +49,16 @@ class _Known:
 _known: _Known | None = None
 
 
-def know_foreign_wrappers(ours: type[TorchDDP]) -> None:
-    """Have torch's wrappers watched; ``ours`` are none of them."""
-    global _known
-    if _known is None:
-        _known = _Known(ours)
-
-
 class ForeignGuard:
-    """Looks after one wrapper of ours: a comparison of two numbers, until there is a new one."""
+    """Looks after one wrapper of ours: a comparison of two numbers, until there is a new one.
 
-    def __init__(self, wrapper: TorchDDP, reducer: Reducer) -> None:
+    ``ours`` is our class: all other wrappers are foreign.
+    """
+
+    def __init__(self, wrapper: TorchDDP, reducer: Reducer, ours: type[TorchDDP]) -> None:
+        global _known
+        if _known is None:
+            _known = _Known(ours)
         self._wrapper = weakref.ref(wrapper)
         self._reducer = reducer
         self._seen = 0
@@ -89,7 +88,7 @@ class ForeignGuard:
             if foreign.gradient_as_bucket_view:
                 raise self._error("beside", foreign, shared)
             beside.update(shared)
-        self._reducer.sharing.foreign = tuple(sorted(beside))
+        self._reducer.sharing.share_with_foreign(tuple(sorted(beside)))
 
     def _error(self, where: str, foreign: TorchDDP, shared: list[int]) -> ForeignWrapperError:
         names = [self._reducer.specs[index].name for index in shared]
@@ -102,11 +101,11 @@ class ForeignGuard:
             "gradient_as_bucket_view=False."
         )
         return ForeignWrapperError(
-            f"Rank {self._reducer.transport.rank}: a {kind}, which is torch's and not ours, is "
+            f"Rank {self._reducer.rank}: a {kind}, which is torch's and not ours, is "
             f"{where} this wrapper and averages {len(names)} of its parameters as well "
             f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). Gradients would be "
             f"divided by the number of ranks twice. {remedy}",
-            rank=self._reducer.transport.rank,
+            rank=self._reducer.rank,
             parameters=names,
         )
 

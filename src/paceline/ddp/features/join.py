@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
+from paceline.ddp.agree.init_sync import broadcast_module
 from paceline.ddp.agree.reports import FailureKind
+from paceline.ddp.features.buffers import Moment
+from paceline.ddp.reduce.reducer import Reducer
 from paceline.errors import ConfigurationError
 from paceline.liveness import watch_of
 from paceline.types import JoinMirror
@@ -42,16 +45,27 @@ class DDPJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Mirror one forward and backward."""
         ddp = self.ddp
-        ddp._mirror_buffer_sync()
+        if ddp._syncs_buffers(Moment.BEFORE_FORWARD):
+            ddp._buffer_sync.run(find_common_rank(ddp, False))
         synced = agree_on_sync(ddp, False)
         ddp.require_forward_param_sync = bool(synced)
         with _beside([mirror.mirror_step for mirror in self._mirrors]):
             if synced and ddp.reducer is not None:
-                ddp.reducer.mirror_step()
+                ddp.reducer.runner.mirror_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody is here: take the model of a rank that trained to the end."""
-        self.ddp._sync_final_model(is_last_joiner)
+        ddp = self.ddp
+        source = ddp._authoritative_rank = find_common_rank(ddp, is_last_joiner)
+        broadcast_module(
+            ddp.module,
+            ddp._transport.messages,
+            source=source,
+            ignored=ddp.parameters_to_ignore,
+            with_buffers=ddp.forward_sync_buffers,
+        )
+        if ddp.reducer is not None:
+            ddp.reducer.drift.forget()
         for mirror in self._mirrors:
             mirror.leave()
 
@@ -122,9 +136,31 @@ def check_alone(ddp: DistributedDataParallel, will_sync: bool) -> None:
         if reducer is None or not reducer.is_armed or not other._join_config.enable:
             continue
         if other is not ddp:
-            reducer.refuse(FailureKind.JOIN, "a second wrapper ran before the backward pass")
+            reducer.runner.refuse(FailureKind.JOIN, "a second wrapper ran before the backward pass")
         elif not will_sync and torch.is_grad_enabled():
-            reducer.refuse(FailureKind.JOIN, "a forward under no_sync ran before the backward pass")
+            reducer.runner.refuse(
+                FailureKind.JOIN, "a forward under no_sync ran before the backward pass"
+            )
+
+
+def enter_joined(ddp: DistributedDataParallel, reducer: Reducer) -> None:
+    """A forward begins inside of a join context: tell ranks that have left their loops.
+
+    They mirror one forward for each backward. A further forward before the same backward is this
+    rank's own business, then.
+    """
+    will_sync = ddp._will_sync()
+    check_mirrored(ddp)
+    check_alone(ddp, will_sync)
+    if reducer.is_armed:
+        return
+    work = announce(ddp)
+    if work is not None and not ddp._divide_by_initial_world_size:
+        group = ddp.process_group
+        reducer.divide_next_step_by(lambda: active_ranks(group, work))
+    if ddp._syncs_buffers(Moment.BEFORE_FORWARD):
+        ddp._sync_buffers()
+    agree_on_sync(ddp, will_sync, wait=False)
 
 
 def announce(ddp: DistributedDataParallel) -> Any:

@@ -1,6 +1,6 @@
 """Wrappers inside of a wrapper's module: what is said to the outer one holds for them, too.
 
-The outer wrapper leaves their parameters to them (trainables.py), so without this ``no_sync`` and
+The outer wrapper leaves their parameters to them (parameters.py), so without this ``no_sync`` and
 ``weighted`` would hold for a part of the model only. Called by the wrapper.
 """
 
@@ -37,14 +37,10 @@ def without_sync(wrappers: Sequence[TorchDDP]) -> Iterator[None]:
 @contextlib.contextmanager
 def with_weight(reducers: Sequence[Reducer], weight: float) -> Iterator[None]:
     """Let steps of these reducers count with a weight."""
-    before = [reducer.weight for reducer in reducers]
-    try:
+    with contextlib.ExitStack() as stack:
         for reducer in reducers:
-            reducer.weight = weight
+            stack.enter_context(reducer.weighted(weight))
         yield
-    finally:
-        for reducer, its_own in zip(reducers, before, strict=True):
-            reducer.weight = its_own
 
 
 def reducers_inside(wrappers: Sequence[TorchDDP], ours: type[TorchDDP]) -> list[Reducer]:

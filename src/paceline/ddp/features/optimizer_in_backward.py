@@ -28,9 +28,23 @@ def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:
     return found
 
 
-def run_optimizers(bucket: Bucket, left: Set[int]) -> None:
-    """Step the parameters of a reduced bucket, but for those that are ``left`` to others."""
-    step_parameters(slot.parameter for slot in bucket.slots if slot.index not in left)
+class OptimizersInBackward:
+    """Steps parameters bucket by bucket; a consumer of the reducer's buckets.
+
+    Attributes:
+        is_active: Whether some parameter has an optimizer.
+    """
+
+    def __init__(self) -> None:
+        self.is_active = False
+
+    def take_over(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Run these parameters' optimizers from now on, if there are any."""
+        self.is_active = take_over_optimizers(parameters)
+
+    def take(self, bucket: Bucket, left: Set[int]) -> None:
+        """Step the parameters of a reduced bucket, but for those that are ``left`` to others."""
+        step_parameters(slot.parameter for slot in bucket.slots if slot.index not in left)
 
 
 def step_parameters(parameters: Iterable[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ over, the full data comes back. Gradients arrive in low precision, are reduced i
 and handed out in full precision.
 
 [Note: exchanged data] To exchange a parameter's data for another dtype makes autograd forget the
-parameter's AccumulateGrad node, and our hook with it. The wrapper therefore taps the parameters
+parameter's AccumulateGrad node, and our hook with it. The wrapper therefore hooks the parameters
 anew after every exchange.
 """
 
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from paceline.buckets import Slot
+from paceline.config import GradientViews
+from paceline.ddp.autograd.hooks import hook_outputs, output_nodes
 from paceline.errors import SharedParametersError
 from paceline.torch_private import MixedPrecisionConfig, cast_inputs, queue_callback
 
@@ -39,7 +41,7 @@ class PrecisionSwap:
         self.config = config
         self._module = module
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        self._is_low = False
+        self._is_low = self._has_entered = False
         for parameter in self._managed():
             low = torch.zeros_like(parameter, dtype=config.param_dtype, requires_grad=False)
             low.untyped_storage().resize_(0)
@@ -67,6 +69,7 @@ class PrecisionSwap:
         Raises:
             SharedParametersError: If another wrapper has exchanged a parameter's data already.
         """
+        self._has_entered = not self._is_low
         if self._is_low:
             return False
         self._check_owner()
@@ -111,6 +114,14 @@ class PrecisionSwap:
                     parameter.grad = full if kept is None else kept.add_(full)
         self._kept.clear()
 
+    def leave_after(self, output: Any) -> None:
+        """A forward that is not synchronised: full precision returns after its backward, if any."""
+        nodes = output_nodes(output)
+        if torch.is_grad_enabled() and nodes:
+            hook_outputs(nodes, self, leads_to_parameters=False)
+        elif self._has_entered:
+            self.leave()
+
     def restore(self, parameter: torch.Tensor) -> None:
         """Bring back one parameter's data; its low-precision gradient is dropped."""
         low: torch.Tensor = parameter._mp_param  # type: ignore[attr-defined]
@@ -146,16 +157,16 @@ def _is_same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.data_ptr() == two.data_ptr()
 
 
-class PrecisionHome:
+class PrecisionAccess:
     """Gradients that arrive in low precision and leave in full precision."""
 
     keeps_gradients = False
     is_direct = False
     exchanges_data = True
 
-    def __init__(self, swap: PrecisionSwap, *, gives_views: bool) -> None:
+    def __init__(self, swap: PrecisionSwap, views: GradientViews) -> None:
         self._swap = swap
-        self._gives_views = gives_views
+        self._gives_views = views is not GradientViews.NEVER
 
     def gradient(self, slot: Slot) -> torch.Tensor | None:
         """The gradient of this step and the one that waits aside, together."""
@@ -168,8 +179,8 @@ class PrecisionHome:
         """Whether this step brought one."""
         return slot.parameter.grad is not None
 
-    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Cast into the views; nothing is settled before the full data is back."""
+    def copy_in(self, slots: Sequence[Slot], factor: float) -> list[Slot]:
+        """Cast into the views; all is to be published, once the full data is back."""
         for slot in slots:
             view = slot.view
             assert view is not None
@@ -182,16 +193,11 @@ class PrecisionHome:
                 view.copy_(kept)
             else:
                 view.zero_()
+            if factor != 1.0:
+                view.mul_(factor)
         return list(slots)
 
-    def collect_scaled(self, slot: Slot, factor: float) -> bool:
-        """Cast one gradient into its view, times ``factor``."""
-        self.collect([slot])
-        assert slot.view is not None
-        slot.view.mul_(factor)
-        return False
-
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def publish(self, slots: Sequence[Slot]) -> None:
         """Bring the full data back and hand out full-precision gradients."""
         for slot in slots:
             parameter, view = slot.parameter, slot.view
@@ -205,7 +211,7 @@ class PrecisionHome:
             else:
                 parameter.grad = view.to(parameter.dtype, copy=True)
 
-    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def publish_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Hand out a sparse gradient in full precision."""
         self._swap.take_kept(slot.parameter)
         self._swap.restore(slot.parameter)

@@ -25,10 +25,10 @@ class BucketSet:
     Attributes:
         plan: How parameters are cut into buckets.
         layout: Of the control block, which rides behind the last bucket.
-        is_tiny: All gradients together are so small that they are brought in at once.
+        is_tiny: All gradients together are so small that they are copied at once.
         buckets: In plan order.
         slots: In the order of the parameters.
-        plain_slots: The same, without those of buckets that are not plain; None if none is.
+        hook_slots: The same, with None for those that no hook can copy; None if that is all.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class BucketSet:
                 index,
                 spec,
                 parameters,
-                tail_numel=self.layout.numel if index == last else 0,
+                trailer_numel=self.layout.numel if index == last else 0,
                 small_bytes=small_bytes,
             )
             for index, spec in enumerate(plan.buckets)
         ]
         by_index = {slot.index: slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [by_index[index] for index in range(len(parameters))]
-        plain = [slot if self.buckets[slot.bucket_index].is_plain else None for slot in self.slots]
-        self.plain_slots: list[Slot | None] | None = plain if any(plain) else None
+        copied = [s if self.buckets[s.bucket_index].hooks_can_copy else None for s in self.slots]
+        self.hook_slots: list[Slot | None] | None = copied if any(copied) else None
 
     def open(self, transport: Transport) -> None:
         """Make every bucket ready for a step."""

@@ -1,72 +1,80 @@
 """What becomes of a step whose buckets are reduced: judged, divided by weights, left out, shown.
 
-Called by the reducer once all buckets have landed. All ranks have the same control block and the
-same sums, so they come to the same end.
+Called by :mod:`paceline.ddp.reduce.step_runner` once all buckets are reduced. All ranks have the
+same control block and the same sums, so they come to the same end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.buckets import Bucket
-from paceline.config import NonFinite, ReducePolicy
-from paceline.ddp.agree.control import ControlBlock
+from paceline.config import NonFinite
+from paceline.ddp.agree.control import ControlBlock, Flag
 from paceline.ddp.agree.drift import Drift
 from paceline.ddp.agree.nonfinite import overflowed_slots
-from paceline.ddp.agree.peers import Peers, Verdict
+from paceline.ddp.agree.peers import Verdict
 from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.agree.weights import WeightedMean
-from paceline.ddp.reduce.publish import settle
+from paceline.ddp.reduce.context import ReduceContext
+from paceline.ddp.reduce.publish import publish
 from paceline.ddp.reduce.step import Step
 
 
-class Conclusion:
-    """Ends steps. Owned by the reducer; holds on to no bucket."""
+class StepFinisher:
+    """Finishes the steps of one group. Holds on to no bucket."""
 
-    def __init__(self, peers: Peers, world: int) -> None:
-        self._peers = peers
-        self._world = world
-        self.weighted_mean = WeightedMean()
+    def __init__(self, context: ReduceContext) -> None:
+        self._context = context
+        self._peers = context.peers
+        self._policy = context.policy
+        self._weighted_mean = WeightedMean()
 
-    def conclude(
-        self,
-        step: Step,
-        block: ControlBlock,
-        buckets: Sequence[Bucket],
-        policy: ReducePolicy,
-        drift: Drift,
-        *,
-        has_hook: bool,
+    def factor(self, weight: float | None, divisor: Callable[[], float] | None) -> float:
+        """What gradients are multiplied with ([Note: scaling] in gradient_access.py)."""
+        if weight is not None:
+            return self._weighted_mean.factor(weight)
+        if self._context.has_hook:
+            return 1.0
+        return 1.0 / (divisor() if divisor else float(self._context.transport.world))
+
+    def finish(
+        self, step: Step, block: ControlBlock, buckets: Sequence[Bucket], drift: Drift
     ) -> bool:
         """Let the outside show the results. Return whether the step was left out.
 
         Raises:
             StepError: If the step failed on some rank; the same error on every rank.
         """
-        verdict = self._peers.judge(block, step.failure, policy, drift)
+        verdict = self._peers.judge(block, step.failure, self._policy, drift)
         if step.weight is not None:
-            multiplier = float(self._world) if has_hook else 1.0
-            self.weighted_mean.finish(buckets, block, multiplier=multiplier)
+            has_divided = self._context.has_hook
+            multiplier = float(self._context.transport.world) if has_divided else 1.0
+            self._weighted_mean.finish(buckets, block, multiplier=multiplier)
         is_skipped = verdict is Verdict.SKIP
-        if not is_skipped and policy.nonfinite is not NonFinite.IGNORE:
-            is_skipped = self._has_overflowed(step, buckets, policy, has_hook=has_hook)
+        if not is_skipped and self._policy.nonfinite is not NonFinite.IGNORE:
+            is_skipped = self._has_overflowed(step, buckets)
         if is_skipped:
             for bucket in buckets:
                 bucket.scale(0.0)
         elif step.zeroed:
             _zero(step, buckets)
-        settle(step, block, buckets)
+        publish(step, block, buckets)
         return is_skipped
 
-    def _has_overflowed(
-        self, step: Step, buckets: Sequence[Bucket], policy: ReducePolicy, *, has_hook: bool
-    ) -> bool:
+    def finish_joined(self, block: ControlBlock, drift: Drift) -> None:
+        """The same for a rank that has joined: it has nothing to show."""
+        self._peers.judge(block, None, self._policy, drift)
+        if block.any(Flag.WEIGHTED):
+            self._weighted_mean.finish([], block, multiplier=1.0)
+
+    def _has_overflowed(self, step: Step, buckets: Sequence[Bucket]) -> bool:
         """Gradients that are finite on every rank may have a sum that is not; all ranks see it."""
-        slots = overflowed_slots(buckets, has_hook=has_hook)
-        if slots and policy.nonfinite is NonFinite.RAISE:
+        slots = overflowed_slots(buckets, has_hook=self._context.has_hook)
+        if slots and self._policy.nonfinite is NonFinite.RAISE:
             step.fail(FailureKind.NONFINITE, slots, "finite on every rank, but their sum is not")
             assert step.failure is not None
-            raise self._peers.error_for([step.failure], policy)
+            raise self._peers.error_for([step.failure], self._policy)
         return bool(slots)
 
 

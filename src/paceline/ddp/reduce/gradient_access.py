@@ -1,11 +1,20 @@
 """Where gradients live outside of the buckets: in ``parameter.grad``, or in an autograd context.
 
-The reducer brings gradients in (``collect``) and lets results out (``settle``) through one of
-these. A home copies; it must not know about groups, hooks or the order of buckets.
+The reducer copies gradients in (``copy_in``) and results out (``publish``) through one of these.
+Must not know about groups, hooks or the order of buckets.
 
-Words: a slot is *settled* when the outside already shows its view, so that nothing is to be done
-after the reduction. Slots that are not are returned by ``collect`` and handed to ``settle``
-later.
+[Note: scaling]
+A gradient is scaled once: on its way into its slot, by whoever copies it there. That is its hook
+(``native/wrapper/copy_in.c``), or :meth:`GradientAccess.copy_in`; a sparse gradient has no slot and
+is scaled by ``copy_in_sparse`` (sparse.py). ``step.factor`` alone says how:
+
+    1 / ranks   the mean (or the ranks that still have inputs, under ``join``)
+    1           a communication hook divides, or whatever it does
+    n / unit    ``weighted(n)`` (weights.py), whose result is divided by the sum of weights later
+    0           ``weighted(0)``: the slot is cleared and the gradient is not read, it may be NaN
+
+So whatever lies in a slot is scaled, and nobody has to ask. Delayed parameters (delayed.py) are in
+no bucket.
 """
 
 from __future__ import annotations
@@ -22,14 +31,14 @@ from paceline.shm.collectives.streaming import scale_into
 from paceline.torch_private import context_gradients
 
 
-class GradientHome(Protocol):
+class GradientAccess(Protocol):
     """How the reducer reaches gradients.
 
     Attributes:
         keeps_gradients: The outside keeps its gradients until the step is over, whatever is done
-            here: to bring them in early saves no memory.
+            here: to copy them in early saves no memory.
         is_direct: A gradient is ``parameter.grad``, and its slot's view may take its place at once:
-            the hook that tells of it can bring it in.
+            the hook that tells of it can copy it in.
         exchanges_data: Parameters have other data, of another dtype, while a step runs.
     """
 
@@ -41,22 +50,24 @@ class GradientHome(Protocol):
         """Return the gradient as it is outside now."""
 
     def has_gradient(self, slot: Slot) -> bool:
-        """Say whether there was a gradient when this slot was last collected, in this step."""
+        """Say whether there was a gradient when this slot was last copied in, in this step."""
 
-    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Copy gradients into their views, unscaled; return the slots that are not settled."""
+    def copy_in(self, slots: Sequence[Slot], factor: float) -> list[Slot]:
+        """Let the slots hold their gradients times ``factor``, which is not zero.
 
-    def collect_scaled(self, slot: Slot, factor: float) -> bool:
-        """Copy one gradient into its view times ``factor``; say whether the slot is settled."""
+        Returns:
+            The slots that are to be published after the reduction: the outside does not show their
+            views yet.
+        """
 
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def publish(self, slots: Sequence[Slot]) -> None:
         """Let the outside show the views of these slots."""
 
-    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def publish_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Let the outside show a reduced sparse gradient."""
 
 
-class LocalHome:
+class LocalAccess:
     """Gradients in ``parameter.grad``."""
 
     keeps_gradients = False
@@ -70,53 +81,36 @@ class LocalHome:
         return slot.parameter.grad
 
     def has_gradient(self, slot: Slot) -> bool:
-        """A slot without a gradient is not given one before it is settled."""
+        """A slot without a gradient is not given one before it is published."""
         return slot.parameter.grad is not None
 
-    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
+    def copy_in(self, slots: Sequence[Slot], factor: float) -> list[Slot]:
         """Copy what is not in its view yet; give out views where that is allowed."""
         empty: list[Slot] = []
-        moved: list[Slot] = []
+        held: list[Slot] = []
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for slot in slots:
             view, gradient = slot.view, slot.parameter.grad
             if gradient is None or view is None:
+                slot.zero()
                 empty.append(slot)
-            elif gradient is not view:
-                moved.append(slot)
+            else:
+                held.append(slot)
                 targets.append(view)
                 sources.append(gradient)
-        _copy_all(targets, sources)
-        for slot in empty:
-            slot.zero()
-        if not self._gives_views or any(map(_requires_grad, sources)):
-            return empty + moved
-        kept: list[Slot] = []
-        for slot, view in zip(moved, targets, strict=True):
-            if slot.is_shared:
-                kept.append(slot)
-            else:
+        copy_scaled(targets, sources, factor)
+        gives_views = self._gives_views and not any(map(_requires_grad, sources))
+        for slot, view, gradient in zip(held, targets, sources, strict=True):
+            if gradient is view:
+                continue
+            if gives_views and not slot.is_shared:
                 slot.parameter.grad = view
-        return empty + kept
+            else:
+                empty.append(slot)
+        return empty
 
-    def collect_scaled(self, slot: Slot, factor: float) -> bool:
-        """Copy and scale in one pass: large gradients are read and written once."""
-        view, gradient = slot.view, slot.parameter.grad
-        assert view is not None
-        if gradient is None:
-            view.zero_()
-            return False
-        if gradient is view:
-            view.mul_(factor)
-            return True
-        scale_into(view, gradient, factor)
-        if slot.is_shared or not self._may_become_view(gradient):
-            return False
-        slot.parameter.grad = view
-        return True
-
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def publish(self, slots: Sequence[Slot]) -> None:
         """Give out views, or copy the results to tensors that cannot be views."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -127,27 +121,24 @@ class LocalHome:
                 continue
             if gradient is None:
                 slot.parameter.grad = view if self._gives_views else view.clone()
-            elif self._may_become_view(gradient):
+            elif self._gives_views and not gradient.requires_grad:
                 slot.parameter.grad = view
             else:
+                # A gradient with a graph (create_graph=True) stays the tensor that the graph knows.
                 targets.append(gradient)
                 sources.append(view)
-        _copy_all(targets, sources)
+        copy_scaled(targets, sources, 1.0)
 
-    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def publish_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """The reduced tensor becomes the gradient."""
         slot.parameter.grad = gradient
 
-    def _may_become_view(self, gradient: torch.Tensor) -> bool:
-        # A gradient with a graph (create_graph=True) stays the tensor that the graph knows.
-        return self._gives_views and not gradient.requires_grad
 
-
-class ContextHome:
+class ContextAccess:
     """Gradients in a distributed autograd context, which ``DistributedOptimizer`` reads.
 
     The context's tensors cannot be replaced, only written to. A parameter that this rank did not
-    use has one because it was attached to the output (attach.py).
+    use has one because it was attached to the output (attach_unused.py).
 
     To ask the context means to convert all its gradients to Python: it is asked when gradients have
     arrived, and what it said last holds until the results are shown, at the end of the step.
@@ -170,8 +161,8 @@ class ContextHome:
         """Whether the context had one when it was last asked."""
         return slot.parameter in self._known
 
-    def collect(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Copy from the context; nothing is ever settled before the reduction."""
+    def copy_in(self, slots: Sequence[Slot], factor: float) -> list[Slot]:
+        """Copy from the context; all is to be published."""
         gradients = self._known = context_gradients(self._context_id)
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -182,26 +173,16 @@ class ContextHome:
             else:
                 targets.append(slot.view)
                 sources.append(gradient)
-        _copy_all(targets, sources)
+        copy_scaled(targets, sources, factor)
         return list(slots)
 
-    def collect_scaled(self, slot: Slot, factor: float) -> bool:
-        """Copy one gradient from the context and scale it, in one pass."""
-        gradient = self.gradient(slot)
-        assert slot.view is not None
-        if gradient is None:
-            slot.view.zero_()
-        else:
-            torch.mul(gradient, factor, out=slot.view)
-        return False
-
-    def settle(self, slots: Sequence[Slot]) -> None:
+    def publish(self, slots: Sequence[Slot]) -> None:
         """Write the results into the context's tensors."""
         found = [(self._known.get(slot.parameter), slot.view) for slot in slots]
         shown = [(own, view) for own, view in found if own is not None and view is not None]
-        _copy_all([own for own, _ in shown], [view for _, view in shown])
+        copy_scaled([own for own, _ in shown], [view for _, view in shown], 1.0)
 
-    def settle_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
+    def publish_sparse(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Write a sparse result into the context's tensor."""
         own = self._known.get(slot.parameter)
         if own is not None:
@@ -211,8 +192,29 @@ class ContextHome:
 _requires_grad = attrgetter("requires_grad")
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_scaled(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], factor: float
+) -> None:
+    """``target = source * factor`` for every pair; a target may be its own source.
+
+    A single one is read and written once. Several are copied and then scaled in place, in a call
+    each: for small ones, whose calls cost more than their copies.
+    """
     if len(targets) == 1:
-        targets[0].copy_(sources[0])
-    elif targets:
-        torch._foreach_copy_(targets, sources)
+        _copy_one_scaled(targets[0], sources[0], factor)
+        return
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not s]
+    if pairs:
+        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
+    if targets and factor != 1.0:
+        torch._foreach_mul_(list(targets), factor)
+
+
+def _copy_one_scaled(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
+    if source is not target:
+        if factor != 1.0 and source.dtype is target.dtype:
+            scale_into(target, source, factor)
+            return
+        target.copy_(source)
+    if factor != 1.0:
+        target.mul_(factor)

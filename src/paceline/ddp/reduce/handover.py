@@ -1,55 +1,66 @@
 """Hands buckets over when their gradients are final: for an optimizer that steps in the backward.
 
-The reducer calls it whenever it looks at the buckets anyway, and once more at the end of a step.
+:mod:`paceline.ddp.reduce.progress` calls it whenever it looks at the buckets anyway, and the end of
+a step once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
+from typing import Protocol
 
 from paceline.buckets import Bucket
 from paceline.config import NonFinite, ReducePolicy
-from paceline.ddp.reduce.launch import Flight
-from paceline.ddp.reduce.publish import show_sparse
+from paceline.ddp.reduce.launch import Launcher
+from paceline.ddp.reduce.publish import publish_sparse
 from paceline.ddp.reduce.step import Step
 
 
-class Drain:
-    """In order, each bucket once a step.
+class BucketConsumer(Protocol):
+    """Who gets buckets as soon as they are final.
 
     Attributes:
-        after_bucket: Who gets them, and which slots are not meant; None is nobody.
+        is_active: Whether it wants any.
     """
 
-    def __init__(self) -> None:
-        self.after_bucket: Callable[[Bucket, Set[int]], None] | None = None
-        self._drained = 0
+    is_active: bool
+
+    def take(self, bucket: Bucket, left: Set[int]) -> None:
+        """A bucket is final; slots that are ``left`` to another step are not meant."""
+
+
+class Handover:
+    """In order, each bucket once a step."""
+
+    def __init__(self, consumer: BucketConsumer | None) -> None:
+        self._consumer = consumer
+        self._handed_over = 0
 
     def open(self) -> None:
         """Begin a step."""
-        self._drained = 0
+        self._handed_over = 0
 
-    def take_landed(self, step: Step, flight: Flight, policy: ReducePolicy) -> None:
+    def take_reduced(self, step: Step, launcher: Launcher, policy: ReducePolicy) -> None:
         """Hand over what is reduced already, if that makes it final."""
-        if self.after_bucket is None or _is_judged(step, policy):
+        if self._consumer is None or not self._consumer.is_active or _is_judged(step, policy):
             return
-        while self._drained < flight.started:
-            bucket = flight.buckets[self._drained]
-            if not flight.is_landed(bucket):
+        while self._handed_over < launcher.launched:
+            bucket = launcher.buckets[self._handed_over]
+            if not launcher.is_reduced(bucket):
                 return
-            self._drained += 1
-            flight.wait(step, bucket)
-            mine = [s for s in step.unsettled if s.bucket_index == bucket.index]
-            step.unsettled = [s for s in step.unsettled if s.bucket_index != bucket.index]
-            step.home.settle(mine)
-            show_sparse(step, bucket)
-            self.after_bucket(bucket, step.left)
+            self._handed_over += 1
+            launcher.wait(step, bucket)
+            mine = [s for s in step.unpublished if s.bucket_index == bucket.index]
+            step.unpublished = [s for s in step.unpublished if s.bucket_index != bucket.index]
+            step.access.publish(mine)
+            publish_sparse(step, bucket)
+            self._consumer.take(bucket, step.left)
 
-    def take_rest(self, step: Step, flight: Flight) -> None:
+    def take_rest(self, step: Step, launcher: Launcher) -> None:
         """Hand over the others: the step is good."""
-        if self.after_bucket is not None:
-            for bucket in flight.buckets[self._drained :]:
-                self.after_bucket(bucket, step.left)
+        if self._consumer is not None and self._consumer.is_active:
+            for bucket in launcher.buckets[self._handed_over :]:
+                self._consumer.take(bucket, step.left)
 
 
 def _is_judged(step: Step, policy: ReducePolicy) -> bool:

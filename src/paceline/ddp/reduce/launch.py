@@ -1,105 +1,87 @@
-"""Starts the reductions of a step in plan order, waits for them, and reads the control block.
+"""Launches the reductions of a step in plan order, waits for them, and reads the control block.
 
-Between :meth:`Flight.start` and :meth:`Flight.land` nothing blocks. Knows the transport and the
-hook; must not know how buckets are filled or what becomes of the results.
+Between :meth:`Launcher.launch` and :meth:`Launcher.wait_all` nothing blocks. Knows the transport
+and the hook; must not know how buckets are filled or what becomes of the results.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from paceline.buckets import Bucket
-from paceline.config import NonFinite, ReducePolicy
+from paceline.config import NonFinite
 from paceline.ddp.agree.control import ControlBlock, ControlRow, Flag
-from paceline.ddp.agree.patience import Patience
 from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.reduce.bucket_set import BucketSet
 from paceline.ddp.reduce.comm_hook import RegisteredHook, check_future, hook_result
+from paceline.ddp.reduce.context import ReduceContext
 from paceline.ddp.reduce.sparse import start_sparse
 from paceline.ddp.reduce.step import Step
-from paceline.ddp.reduce.usage import UsageMap
 from paceline.errors import CollectiveError, PeerLostError
-from paceline.observe import StepClock
-from paceline.types import Reduction, Transport
+from paceline.types import Reduction
 
 _PRESENT: int = Flag.PRESENT.value
 
 
-class Flight:
-    """The buckets of one plan on their way."""
+class Launcher:
+    """Launches the buckets of one plan."""
 
-    def __init__(
-        self,
-        buckets: BucketSet,
-        transport: Transport,
-        policy: ReducePolicy,
-        usage: UsageMap,
-        clock: StepClock,
-        patience: Patience,
-    ) -> None:
-        self.buckets = buckets.buckets
-        self._layout = buckets.layout
-        self._transport = transport
-        self._policy = policy
-        self._usage = usage
-        self._clock = clock
-        self._device = buckets.plan.buckets[0].device
+    def __init__(self, context: ReduceContext, bucket_set: BucketSet) -> None:
+        self.buckets = bucket_set.buckets
+        self._layout = bucket_set.layout
+        self._device = bucket_set.plan.buckets[0].device
+        self._transport = context.transport
+        self._policy = context.policy
+        self._usage = context.usage
+        self._clock = context.clock
+        self._registered = context.registered
+        self._patience = context.peers.patience()
         self._lone_control: torch.Tensor | None = None
         self._control_reduction: Reduction | None = None
-        self.hook: RegisteredHook | None = None
-        self.sparse_rows: dict[str, torch.Tensor] = {}
-        self.post_futures: list[torch.futures.Future[Any]] = []
-        self._patience = patience
-        self.started = 0
-
-    def take_over(self, other: Flight) -> None:
-        """Go on for another plan with the same hook, rows and futures."""
-        self.hook = other.hook
-        self.sparse_rows = other.sparse_rows
-        self.post_futures = other.post_futures
+        self.launched = 0
 
     def close(self) -> None:
         """Let go of everything that is in flight or done."""
-        self.post_futures = []
-        self._control_reduction = None
-        for bucket in self.buckets:
-            bucket.reduction = bucket.future = None
+        self._registered.futures = []
+        self._forget_reductions()
 
     def open(self) -> None:
-        """Begin a step with no bucket started."""
-        self.started = 0
+        """Begin a step with no bucket launched."""
+        self.launched = 0
         self._patience.begin()
+        self._forget_reductions()
+
+    def _forget_reductions(self) -> None:
         self._control_reduction = None
         for bucket in self.buckets:
             bucket.reduction = bucket.future = None
 
     def next_bucket(self) -> Bucket | None:
-        """Return the bucket whose turn it is to start, if one is left."""
-        return self.buckets[self.started] if self.started < len(self.buckets) else None
+        """Return the bucket whose turn it is, if one is left."""
+        return self.buckets[self.launched] if self.launched < len(self.buckets) else None
 
-    def start_full(self, step: Step) -> None:
-        """Start every bucket whose turn it is and which is full."""
+    def launch_full(self, step: Step) -> None:
+        """Launch every bucket whose turn it is and which is full."""
         while (bucket := self.next_bucket()) is not None and bucket.pending == 0:
-            self.started += 1
-            self.start(step, bucket)
+            self.launched += 1
+            self.launch(step, bucket)
 
-    def start(self, step: Step, bucket: Bucket) -> None:
-        """Start one bucket, with the control block if it is the last."""
+    def launch(self, step: Step, bucket: Bucket) -> None:
+        """Launch one bucket, with the control block if it is the last."""
         self._clock.began[bucket.index] = time.perf_counter_ns()
         is_last = bucket.index == len(self.buckets) - 1
         skipped = self.is_skipped(bucket)
-        if self.hook is not None:
+        if self._registered.hook is not None:
             if not skipped:
-                self._start_hook(self.hook, step, bucket, is_last)
+                self._start_hook(self._registered.hook, step, bucket, is_last)
             return
         rides = is_last and not bucket.sparse and not skipped
         if rides:
-            assert bucket.tail is not None
-            self._write_control(step, bucket.tail)
+            assert bucket.trailer is not None
+            self._write_control(step, bucket.trailer)
         if not skipped:
             self._reduce(step, bucket)
         if is_last and not rides:
@@ -113,7 +95,7 @@ class Flight:
         is_last = bucket is self.buckets[-1]
         try:
             if bucket.sparse:
-                rows = self.sparse_rows.get(bucket.slots[0].spec.name)
+                rows = self._registered.sparse_rows.get(bucket.slots[0].spec.name)
                 bucket.reduction = start_sparse(bucket, self._transport, rows)
             else:
                 assert bucket.flat is not None
@@ -140,9 +122,9 @@ class Flight:
 
     # --- the control block ---------------------------------------------------------------------
 
-    def _write_control(self, step: Step, tail: torch.Tensor) -> None:
+    def _write_control(self, step: Step, trailer: torch.Tensor) -> None:
         if step.joined:
-            tail.zero_()
+            trailer.zero_()
             return
         flags = _PRESENT
         if step.weight is not None:
@@ -155,7 +137,7 @@ class Flight:
         ready = tuple((stamp - origin) // 1000 for stamp in self._clock.ready)
         row = ControlRow(flags, step.number, step.weight or 0.0, ready, step.drift)
         used = self._usage.flags if self._policy.tracks_unused else b""
-        self._layout.write(tail, self._transport.rank, row, used)
+        self._layout.write(trailer, self._transport.rank, row, used)
 
     def _start_lone_control(self, step: Step) -> None:
         """Send the control block by itself, where no bucket can carry it."""
@@ -167,20 +149,20 @@ class Flight:
         self._control_reduction = self._transport.start(self._lone_control)
 
     def _read_control(self, step: Step) -> ControlBlock:
-        if self.hook is not None:
+        if self._registered.hook is not None:
             # Only now: a hook may start further collectives from its callbacks, at any time.
             self._start_lone_control(step)
         if self._control_reduction is not None:
             self._control_reduction.wait()
             assert self._lone_control is not None
             return self._layout.read(self._lone_control)
-        tail = self.buckets[-1].tail
-        assert tail is not None
-        return self._layout.read(tail)
+        trailer = self.buckets[-1].trailer
+        assert trailer is not None
+        return self._layout.read(trailer)
 
-    # --- landing -------------------------------------------------------------------------------
+    # --- waiting -------------------------------------------------------------------------------
 
-    def land(self, step: Step) -> ControlBlock:
+    def wait_all(self, step: Step) -> ControlBlock:
         """Wait for every bucket and for the control block.
 
         Raises:
@@ -194,7 +176,7 @@ class Flight:
             operation = "exchange of control blocks"
             block = self._read_control(step)
             operation = "a future of the buffer hook"
-            for future in self.post_futures:
+            for future in self._registered.futures:
                 self._patience.wait(future, operation)
         except (RuntimeError, TimeoutError) as error:
             raise self._error(step, operation, error) from error
@@ -208,18 +190,19 @@ class Flight:
                 bucket.reduction.wait()
             self._stamp_end(bucket)
             return
-        assert self.hook is not None
+        hook = self._registered.hook
+        assert hook is not None
         try:
-            what = f"the future of hook {self.hook.name} for bucket {bucket.index}"
+            what = f"the future of hook {hook.name} for bucket {bucket.index}"
             self._patience.wait(future, what)
-            bucket.accept(hook_result(future, bucket, self.hook.name))
+            bucket.accept(hook_result(future, bucket, hook.name))
         except PeerLostError:
             raise
         except Exception as error:
             step.fail(FailureKind.HOOK, bucket.slots, f"{type(error).__name__}: {error}")
         self._stamp_end(bucket)
 
-    def is_landed(self, bucket: Bucket) -> bool:
+    def is_reduced(self, bucket: Bucket) -> bool:
         """Say whether :meth:`wait` would return at once."""
         if bucket.future is not None:
             return bool(bucket.future.done())

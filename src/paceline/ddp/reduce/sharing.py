@@ -16,8 +16,8 @@ the outputs of both.
 What steps do not have in common (weights, groups, precision) cannot be made right here, because the
 parts of the gradient cannot be told apart any more. Such steps fail, both, on every rank.
 
-Called by the reducer. A step is found to run by its callback at the end of the backward, which goes
-with the backward, also if that raised.
+Called by :mod:`paceline.ddp.reduce.step_runner`. A step is found to run by its callback at the end
+of the backward, which goes with the backward, also if that raised.
 """
 
 from __future__ import annotations
@@ -31,35 +31,26 @@ from typing import Protocol
 import torch
 
 from paceline.buckets import Slot
-from paceline.config import NonFinite, ReducePolicy
+from paceline.config import NonFinite
 from paceline.ddp.agree.reports import FailureKind
+from paceline.ddp.reduce.context import ReduceContext
+from paceline.ddp.reduce.progress import StepProgress
 from paceline.ddp.reduce.step import Step
 
 Callback = Callable[[], None]
 
 
 class Sharer(Protocol):
-    """What a reducer shows to others that reduce some of the same parameters."""
+    """What a step runner shows to others that reduce some of the same parameters."""
 
     parameters: list[torch.Tensor]
-    slots: list[Slot]
-    policy: ReducePolicy
+    context: ReduceContext
+    progress: StepProgress
     sharing: Sharing
 
     @property
     def step_in_flight(self) -> Step | None:
         """The step whose backward is running, if any."""
-
-    @property
-    def group_ranks(self) -> tuple[int, ...]:
-        """The ranks that reduce, in the numbers of the default group."""
-
-    @property
-    def has_hook(self) -> bool:
-        """Whether a communication hook takes the place of the reduction."""
-
-    def keep_apart(self, step: Step, indices: Sequence[int]) -> None:
-        """Leave these gradients outside of the buckets until the step ends."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +85,10 @@ class Sharing:
                 meeting = _Other(self._sharer, tuple(theirs), ours)
                 other.sharing._others.append(meeting)
         _everybody.add(sharer)
+
+    def share_with_foreign(self, indices: tuple[int, ...]) -> None:
+        """torch's own wrapper reduces these parameters as well (features/foreign.py)."""
+        self.foreign = indices
 
     def __bool__(self) -> bool:
         """Whether somebody else reduces parameters of ours; those that are gone are forgotten."""
@@ -134,15 +129,17 @@ class Sharing:
         me = self._sharer()
         assert me is not None
         if self.foreign:
-            me.keep_apart(step, self.foreign)
-            _refuse_weight(step, [me.slots[index] for index in self.foreign])
+            me.progress.keep_apart(step, self.foreign)
+            _refuse_weight(step, [me.progress.slots[index] for index in self.foreign])
         for other, sharer, theirs in self._running():
-            me.keep_apart(step, other.ours)
-            sharer.keep_apart(theirs, other.theirs)
+            me.progress.keep_apart(step, other.ours)
+            sharer.progress.keep_apart(theirs, other.theirs)
             reason = _difference((me, step), (sharer, theirs))
             if reason:
-                step.fail(FailureKind.SHARED, [me.slots[i] for i in other.ours], reason)
-                theirs.fail(FailureKind.SHARED, [sharer.slots[i] for i in other.theirs], reason)
+                step.fail(FailureKind.SHARED, [me.progress.slots[i] for i in other.ours], reason)
+                theirs.fail(
+                    FailureKind.SHARED, [sharer.progress.slots[i] for i in other.theirs], reason
+                )
 
     def leave_to_others(self, step: Step) -> None:
         """A step of ours ends: what others in flight have in common with it, they will show."""
@@ -162,15 +159,16 @@ def _difference(one: tuple[Sharer, Step], two: tuple[Sharer, Step]) -> str:
     if step.weight != theirs.weight:
         weights = " and ".join(_weight(s.weight) for s in (step, theirs))
         return f"one wrapper weighs this step differently than the other: {weights}"
-    if step.home.exchanges_data or theirs.home.exchanges_data:
+    if step.access.exchanges_data or theirs.access.exchanges_data:
         return "one of the wrappers has mixed_precision, and exchanged the parameter's data"
-    if mine.group_ranks != other.group_ranks:
-        return f"the wrappers average over ranks {mine.group_ranks} and {other.group_ranks}"
-    policies = {mine.policy.nonfinite, other.policy.nonfinite}
+    ranks, their_ranks = mine.context.peers.ranks, other.context.peers.ranks
+    if ranks != their_ranks:
+        return f"the wrappers average over ranks {ranks} and {their_ranks}"
+    policies = {mine.context.policy.nonfinite, other.context.policy.nonfinite}
     if len(policies) > 1 and NonFinite.SKIP in policies:
         return 'one of the wrappers has nonfinite="skip", the other has not'
-    is_plain = step.weight is None and not mine.has_hook and not other.has_hook
-    if is_plain and step.factor != theirs.factor:
+    is_averaged = step.weight is None and not mine.context.has_hook and not other.context.has_hook
+    if is_averaged and step.factor != theirs.factor:
         return (
             f"one wrapper divides by {1 / step.factor:g} ranks, the other by {1 / theirs.factor:g}"
         )
@@ -200,6 +198,6 @@ def fail_sharers(delayed: Sequence[torch.Tensor]) -> None:
         step = sharer.step_in_flight
         if step is None or not sharer.sharing.is_backward_running:
             continue
-        shared = [slot for slot in sharer.slots if id(slot.parameter) in ids]
+        shared = [slot for slot in sharer.progress.slots if id(slot.parameter) in ids]
         if shared:
             step.fail(FailureKind.SHARED, shared, "another wrapper delays its reduction")

@@ -20,8 +20,8 @@ def empty_sparse(like: torch.Tensor | ParameterSpec) -> torch.Tensor:
     )
 
 
-def collect_sparse(bucket: Bucket, gradient: torch.Tensor | None, factor: float) -> None:
-    """Put a gradient, times ``factor``, into its bucket."""
+def copy_in_sparse(bucket: Bucket, gradient: torch.Tensor | None, factor: float) -> None:
+    """Put a gradient, times ``factor``, into its bucket ([Note: scaling] in gradient_access.py)."""
     slot = bucket.slots[0]
     if gradient is None or factor == 0:
         bucket.sparse_gradient = empty_sparse(slot.spec)

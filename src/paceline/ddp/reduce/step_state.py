@@ -6,7 +6,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """Where the reducer stands. Only :mod:`paceline.ddp.reduce.reducer` moves it."""
+    """Where the reducer stands. Forwards (reducer.py) arm it, step_runner.py does the rest."""
 
     IDLE = enum.auto()
     """Nothing is expected. Entered at construction and when a step ends; gradients that arrive are

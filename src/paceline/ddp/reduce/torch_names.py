@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from paceline.ddp.autograd.hooks import GradientTaps
-    from paceline.ddp.reduce.launch import Flight
+    from paceline.ddp.reduce.context import Registrations
+    from paceline.ddp.reduce.step_runner import StepRunner
 
 
 class ReducerNames:
     """torch's names on our parts."""
 
-    flight: Flight
-    taps: GradientTaps
+    runner: StepRunner
+    registered: Registrations
     prepare_forward: Callable[[], None]
     expect_backward: Callable[[], None]
-    check_finished: Callable[[], None]
 
     def prepare_for_forward(self) -> None:
         """Deal with what a step that failed has left."""
@@ -48,13 +47,23 @@ class ReducerNames:
         """Nothing is left to do: the first step of a static graph ends with its backward, too."""
 
     def _install_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
-        self.flight.post_futures.extend(futures)
+        self.registered.futures.extend(futures)
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, torch.Tensor]) -> None:
-        self.flight.sparse_rows = dict(global_unique_ids)
+        self.registered.sparse_rows = dict(global_unique_ids)
 
     def _remove_autograd_hooks(self) -> None:
-        self.taps.remove()
+        self.runner.hooks.remove()
 
     def _check_reducer_finalized(self) -> None:
-        self.check_finished()
+        self.runner.check_finished()
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """How many ranks used each parameter in the latest step; torch's tests ask for it."""
+        block = self.runner.block
+        device = self.runner.planner.specs[0].device
+        return torch.tensor(block.used if block else (), dtype=torch.int32, device=device)
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether the same parameters went unused in every step so far; also for torch's tests."""
+        return self.runner.context.usage.is_static

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.buckets import Slot
-from paceline.ddp.reduce.gradient_access import GradientHome
+from paceline.ddp.reduce.gradient_access import GradientAccess
 
 
 class UsageMap:
@@ -19,10 +19,10 @@ class UsageMap:
         self.is_static = True
         self._previous: bytes | None = None
 
-    def note(self, home: GradientHome, slots: Iterable[Slot]) -> None:
+    def note(self, access: GradientAccess, slots: Iterable[Slot]) -> None:
         """Mark the slots that had a gradient: autograd may also arrive empty-handed."""
         for slot in slots:
-            if home.has_gradient(slot):
+            if access.has_gradient(slot):
                 self.flags[slot.index] = 1
 
     def close_step(self) -> None:

@@ -56,7 +56,8 @@ enum pl_op { PL_SUM = 0, PL_AVG, PL_PRODUCT, PL_MIN, PL_MAX, PL_BAND, PL_BOR, PL
 size_t pl_itemsize(uint32_t dtype);
 bool pl_can_reduce(uint32_t dtype, uint32_t op);
 
-/* streaming.c */
+/* streaming.c: a scaled copy from so many bytes on goes past the caches; below, that gains nothing. */
+#define PL_STREAM_BYTES (1 << 17)
 void pl_scale_f32(float *target, const float *source, size_t count, float factor);
 void pl_stream(void *target, const void *source, size_t bytes);
 

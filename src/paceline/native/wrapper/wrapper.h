@@ -4,20 +4,20 @@
 
 #include <Python.h>
 
-/* inbox.c: add the type Inbox to the module; -1 with an exception set. */
-int pl_add_inbox(PyObject *module);
+/* ready_queue.c: add the type ReadyQueue to the module; -1 with an exception set. */
+int pl_add_ready_queue(PyObject *module);
 
-/* intake.c: once; -1 with an exception set. */
-int pl_prepare_intake(void);
+/* copy_in.c: once; -1 with an exception set. */
+int pl_prepare_copy_in(void);
 
-/* intake.c: DLPack's functions from the capsule of a tensor type; NULL if they are not for us, with
+/* copy_in.c: DLPack's functions from the capsule of a tensor type; NULL if they are not for us, with
  * an exception set if it is no such capsule. */
 struct DLPackExchangeAPI;
 const struct DLPackExchangeAPI *pl_exchange(PyObject *capsule);
 
-/* intake.c: let a slot's view hold its parameter's gradient times the factor, and be the gradient.
+/* copy_in.c: let a slot's view hold its parameter's gradient times the factor, and be the gradient.
  * 1 if that is done, 0 if Python has to. Raises nothing. */
-int pl_bring_in(const struct DLPackExchangeAPI *api, PyObject *slot, float factor);
+int pl_copy_in(const struct DLPackExchangeAPI *api, PyObject *slot, float factor);
 
 /* bytes.c: functions of the module. */
 PyObject *pl_write_floats(PyObject *module, PyObject *const *args, Py_ssize_t count);

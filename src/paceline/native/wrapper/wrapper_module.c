@@ -1,7 +1,9 @@
-/* What the wrapper's part adds to the module: the type Inbox, and bytes as numbers. */
+/* What the wrapper's part adds to the module: the type ReadyQueue, bytes as numbers, and from which
+ * size on copies go past the caches (shm/streaming.py). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "core.h"
 #include "module.h"
 #include "wrapper.h"
 
@@ -14,5 +16,8 @@ static PyMethodDef functions[] = {
 };
 
 int pl_add_wrapper(PyObject *module) {
-    return PyModule_AddFunctions(module, functions) != 0 ? -1 : pl_add_inbox(module);
+    if (PyModule_AddFunctions(module, functions) != 0 ||
+        PyModule_AddIntConstant(module, "STREAM_BYTES", PL_STREAM_BYTES) != 0)
+        return -1;
+    return pl_add_ready_queue(module);
 }

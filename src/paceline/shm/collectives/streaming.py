@@ -6,19 +6,19 @@ import torch
 
 from paceline.native.extension import native
 
-LARGE_BYTES = 1 << 17
-"""Below this torch is as fast; a bucket's small gradients come several at a time anyway."""
+LARGE_BYTES: int = 0 if native is None else native.STREAM_BYTES
+"""Below this torch is as fast."""
 
 
 def scale_into(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
     """``target = source * factor``: the same bits as ``torch.mul``, whichever way is taken."""
-    if _is_plain(target, source):
+    if _can_stream(target, source):
         native.scale_f32(target.data_ptr(), source.data_ptr(), source.numel(), factor)
     else:
         torch.mul(source, factor, out=target)
 
 
-def _is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+def _can_stream(target: torch.Tensor, source: torch.Tensor) -> bool:
     return (
         native is not None
         and source.nbytes >= LARGE_BYTES

@@ -26,8 +26,8 @@ from paceline.torch_private import is_inside_functional_call
 _requires_grad = attrgetter("requires_grad")
 
 
-class ParameterCensus:
-    """Remembers a module's parameters."""
+class ModuleWatch:
+    """Notices when a module has other parameters than before."""
 
     def __init__(
         self, module: torch.nn.Module, ignored: set[str], managed: Iterable[torch.Tensor]
@@ -36,14 +36,14 @@ class ParameterCensus:
         self._ignored = ignored
         self._managed = {id(parameter) for parameter in managed}
         self._trained = {id(p): p for _, p in self._named() if p.requires_grad}
-        self._count()
+        self._remember()
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._module.named_parameters():
             if name not in self._ignored:
                 yield name, parameter
 
-    def _count(self) -> None:
+    def _remember(self) -> None:
         modules = list(self._module.modules())
         self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
         self._dicts += [m._modules for m in modules]
@@ -60,7 +60,7 @@ class ParameterCensus:
         current = list(self._current_members())
         return len(current) == len(self._members) and all(map(is_, current, self._members))
 
-    def check_again(self, rank: int) -> bool:
+    def look_again(self, rank: int) -> bool:
         """Look at a changed module; return whether it runs with its own parameters.
 
         If not, the graph must tell whether a forward leads to ours ([Note: lent tensors]).
@@ -75,7 +75,7 @@ class ParameterCensus:
             raise _changed(new, rank)
         if is_lent or not any(id(p) in self._managed for p in self._module.parameters()):
             return False
-        self._count()
+        self._remember()
         return True
 
     def _unknown(self, *, is_lent: bool) -> list[str]:

@@ -1,5 +1,5 @@
-/* The inbox of a reducer, and the hooks that fill it: paceline.ddp.autograd.hooks says what they are for, and
- * has the same in Python for installations without this extension.
+/* The ready queue of a reducer, and the hooks that fill it: paceline.ddp.autograd.hooks says what
+ * they are for, and has the same in Python for installations without this extension.
  *
  * Here because autograd calls a hook for every gradient: a call of an object in C costs a fraction
  * of a call of a function in Python. Knows neither torch nor the group. Everything but the copy of
@@ -20,25 +20,25 @@ typedef struct {
     Py_ssize_t count, capacity;
     Py_ssize_t due;
     const struct DLPackExchangeAPI *exchange; /* NULL: gradients are left to the listener */
-    PyObject *slots; /* a list of its own while it is open: what hooks still bring in; or NULL */
+    PyObject *slots; /* a list of its own while hooks copy: what hooks still copy in; or NULL */
     float factor;
     uint64_t waiting_bytes, most_bytes; /* of large gradients */
-} InboxObject;
+} QueueObject;
 
 typedef struct {
     PyObject_HEAD
-    InboxObject *inbox;
+    QueueObject *queue;
     uint32_t index;
     uint64_t large_bytes; /* 0: not large */
-} TapObject;
+} HookObject;
 
 #define LEFT 0x80000000u
 
-static PyTypeObject *tap_type;
+static PyTypeObject *hook_type;
 
-/* --- Inbox ------------------------------------------------------------------------------------- */
+/* --- ReadyQueue -------------------------------------------------------------------------------- */
 
-static int append(InboxObject *self, uint32_t index) {
+static int append(QueueObject *self, uint32_t index) {
     if (self->count == self->capacity) {
         Py_ssize_t capacity = self->capacity ? 2 * self->capacity : 64;
         uint32_t *items = realloc(self->items, (size_t)capacity * sizeof *items);
@@ -53,7 +53,7 @@ static int append(InboxObject *self, uint32_t index) {
     return 0;
 }
 
-static int inbox_init(InboxObject *self, PyObject *args, PyObject *kwargs) {
+static int queue_init(QueueObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"tell", "most_bytes", "exchange", NULL};
     PyObject *tell, *exchange = Py_None;
     unsigned long long most_bytes;
@@ -70,7 +70,7 @@ static int inbox_init(InboxObject *self, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
-static void inbox_dealloc(InboxObject *self) {
+static void queue_dealloc(QueueObject *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(self->tell);
     Py_XDECREF(self->slots);
@@ -79,10 +79,10 @@ static void inbox_dealloc(InboxObject *self) {
     Py_DECREF(type);
 }
 
-static Py_ssize_t inbox_length(InboxObject *self) { return self->count; }
+static Py_ssize_t queue_length(QueueObject *self) { return self->count; }
 
-/* open(slots, factor) -> bool */
-static PyObject *inbox_open(InboxObject *self, PyObject *args) {
+/* start_copying(slots, factor) -> bool */
+static PyObject *queue_start_copying(QueueObject *self, PyObject *args) {
     PyObject *slots;
     float factor;
     if (!PyArg_ParseTuple(args, "O!f", &PyList_Type, &slots, &factor))
@@ -98,7 +98,7 @@ static PyObject *inbox_open(InboxObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-static PyObject *inbox_shut(InboxObject *self, PyObject *unused) {
+static PyObject *queue_stop_copying(QueueObject *self, PyObject *unused) {
     (void)unused;
     Py_CLEAR(self->slots);
     Py_RETURN_NONE;
@@ -110,7 +110,7 @@ static int take_out(PyObject *slots, Py_ssize_t index) {
     return PyList_SetItem(slots, index, Py_None);
 }
 
-static PyObject *inbox_withhold(InboxObject *self, PyObject *number) {
+static PyObject *queue_exclude(QueueObject *self, PyObject *number) {
     Py_ssize_t index = PyLong_AsSsize_t(number);
     if (PyErr_Occurred())
         return NULL;
@@ -120,7 +120,7 @@ static PyObject *inbox_withhold(InboxObject *self, PyObject *number) {
 }
 
 /* The indices of all items, or of those that were left, as a list. */
-static PyObject *list_items(InboxObject *self, uint32_t flag) {
+static PyObject *list_items(QueueObject *self, uint32_t flag) {
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < self->count; i++) {
         if ((self->items[i] & flag) != flag)
@@ -133,8 +133,8 @@ static PyObject *list_items(InboxObject *self, uint32_t flag) {
     return list;
 }
 
-/* take() -> (all, left), in order of arrival; the inbox is empty then */
-static PyObject *inbox_take(InboxObject *self, PyObject *unused) {
+/* take() -> (all, left), in order of arrival; the queue is empty then */
+static PyObject *queue_take(QueueObject *self, PyObject *unused) {
     (void)unused;
     PyObject *all = list_items(self, 0), *left = list_items(self, LEFT);
     PyObject *taken = all != NULL && left != NULL ? PyTuple_Pack(2, all, left) : NULL;
@@ -147,45 +147,45 @@ static PyObject *inbox_take(InboxObject *self, PyObject *unused) {
     return taken;
 }
 
-static PyObject *inbox_first(InboxObject *self, PyObject *unused) {
+static PyObject *queue_first(QueueObject *self, PyObject *unused) {
     (void)unused;
     if (self->count == 0) {
-        PyErr_SetString(PyExc_IndexError, "the inbox is empty");
+        PyErr_SetString(PyExc_IndexError, "the queue is empty");
         return NULL;
     }
     return PyLong_FromUnsignedLong(self->items[0] & ~LEFT);
 }
 
-static PyObject *inbox_clear(InboxObject *self, PyObject *unused) {
+static PyObject *queue_clear(QueueObject *self, PyObject *unused) {
     (void)unused;
     self->count = 0;
     self->waiting_bytes = 0;
     Py_RETURN_NONE;
 }
 
-static PyObject *inbox_tap(InboxObject *self, PyObject *args) {
+static PyObject *queue_make_hook(QueueObject *self, PyObject *args) {
     unsigned index;
     unsigned long long large_bytes;
     if (!PyArg_ParseTuple(args, "IK", &index, &large_bytes))
         return NULL;
     if (index & LEFT)
         return PyErr_Format(PyExc_ValueError, "%u is no index of a parameter", index);
-    TapObject *tap = PyObject_New(TapObject, tap_type);
-    if (tap == NULL)
+    HookObject *hook = PyObject_New(HookObject, hook_type);
+    if (hook == NULL)
         return NULL;
     Py_INCREF((PyObject *)self);
-    tap->inbox = self;
-    tap->index = index;
-    tap->large_bytes = large_bytes;
-    return (PyObject *)tap;
+    hook->queue = self;
+    hook->index = index;
+    hook->large_bytes = large_bytes;
+    return (PyObject *)hook;
 }
 
-static PyObject *inbox_get_due(InboxObject *self, void *unused) {
+static PyObject *queue_get_due(QueueObject *self, void *unused) {
     (void)unused;
     return PyLong_FromSsize_t(self->due);
 }
 
-static int inbox_set_due(InboxObject *self, PyObject *value, void *unused) {
+static int queue_set_due(QueueObject *self, PyObject *value, void *unused) {
     (void)unused;
     Py_ssize_t due = value == NULL ? -1 : PyLong_AsSsize_t(value);
     if (PyErr_Occurred())
@@ -198,54 +198,55 @@ static int inbox_set_due(InboxObject *self, PyObject *value, void *unused) {
     return 0;
 }
 
-static PyMethodDef inbox_methods[] = {
-    {"open", (PyCFunction)inbox_open, METH_VARARGS,
-     "open(slots, factor) -> whether hooks bring gradients in from now on"},
-    {"withhold", (PyCFunction)inbox_withhold, METH_O, "Let the hook of one parameter leave it."},
-    {"shut", (PyCFunction)inbox_shut, METH_NOARGS, "Let hooks leave gradients where they are."},
-    {"take", (PyCFunction)inbox_take, METH_NOARGS, "Remove what is there: (all, left)."},
-    {"first", (PyCFunction)inbox_first, METH_NOARGS, "Return what came first, and leave it."},
-    {"clear", (PyCFunction)inbox_clear, METH_NOARGS, "Forget what is there."},
-    {"tap", (PyCFunction)inbox_tap, METH_VARARGS, "tap(index, large_bytes) -> a hook"},
+static PyMethodDef queue_methods[] = {
+    {"start_copying", (PyCFunction)queue_start_copying, METH_VARARGS,
+     "start_copying(slots, factor) -> whether hooks copy gradients in from now on"},
+    {"exclude", (PyCFunction)queue_exclude, METH_O, "Let the hook of one parameter leave it."},
+    {"stop_copying", (PyCFunction)queue_stop_copying, METH_NOARGS, "Let hooks leave gradients where they are."},
+    {"take", (PyCFunction)queue_take, METH_NOARGS, "Remove what is there: (all, left)."},
+    {"first", (PyCFunction)queue_first, METH_NOARGS, "Return what came first, and leave it."},
+    {"clear", (PyCFunction)queue_clear, METH_NOARGS, "Forget what is there."},
+    {"make_hook", (PyCFunction)queue_make_hook, METH_VARARGS,
+     "make_hook(index, large_bytes) -> a hook"},
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef inbox_attributes[] = {
-    {"due", (getter)inbox_get_due, (setter)inbox_set_due, "Tell when so many are there.", NULL},
+static PyGetSetDef queue_attributes[] = {
+    {"due", (getter)queue_get_due, (setter)queue_set_due, "Tell when so many are there.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot inbox_slots[] = {
+static PyType_Slot queue_slots[] = {
     {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, inbox_init},
-    {Py_tp_dealloc, inbox_dealloc},
-    {Py_tp_methods, inbox_methods},
-    {Py_tp_getset, inbox_attributes},
-    {Py_sq_length, inbox_length},
+    {Py_tp_init, queue_init},
+    {Py_tp_dealloc, queue_dealloc},
+    {Py_tp_methods, queue_methods},
+    {Py_tp_getset, queue_attributes},
+    {Py_sq_length, queue_length},
     {Py_tp_doc, "Parameters, by index, whose gradients have arrived and have not been taken yet."},
     {0, NULL},
 };
 
-static PyType_Spec inbox_spec = {
-    .name = "paceline.native._native.Inbox",
-    .basicsize = sizeof(InboxObject),
+static PyType_Spec queue_spec = {
+    .name = "paceline.native._native.ReadyQueue",
+    .basicsize = sizeof(QueueObject),
     .flags = Py_TPFLAGS_DEFAULT,
-    .slots = inbox_slots,
+    .slots = queue_slots,
 };
 
-/* --- Tap --------------------------------------------------------------------------------------- */
+/* --- GradientHook -------------------------------------------------------------------------------- */
 
-static void tap_dealloc(TapObject *self) {
+static void hook_dealloc(HookObject *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
-    Py_DECREF(self->inbox);
+    Py_DECREF(self->queue);
     PyObject_Free(self);
     Py_DECREF(type);
 }
 
 /* Whether the gradient is in its bucket now. Once only: the bucket may be on its way when it comes
  * again, which is an error that the listener finds. */
-static int bring_in(InboxObject *inbox, uint32_t index) {
-    PyObject *slots = inbox->slots;
+static int copy_in(QueueObject *queue, uint32_t index) {
+    PyObject *slots = queue->slots;
     if (slots == NULL || index >= (size_t)PyList_Size(slots))
         return 0;
     PyObject *slot = PyList_GetItem(slots, index);
@@ -253,53 +254,53 @@ static int bring_in(InboxObject *inbox, uint32_t index) {
         return 0;
     Py_INCREF(slots); /* the copy may let go of the interpreter lock */
     Py_INCREF(slot);
-    int brought = pl_bring_in(inbox->exchange, slot, inbox->factor);
-    if (brought && take_out(slots, index) != 0)
+    int copied = pl_copy_in(queue->exchange, slot, queue->factor);
+    if (copied && take_out(slots, index) != 0)
         PyErr_Clear(); /* cannot be: the index is within the list */
     Py_DECREF(slot);
     Py_DECREF(slots);
-    return brought;
+    return copied;
 }
 
 /* Whatever autograd hands a hook, this one does not look at it: under distributed autograd it is not
  * what is reduced. */
-static PyObject *tap_call(TapObject *self, PyObject *args, PyObject *kwargs) {
+static PyObject *hook_call(HookObject *self, PyObject *args, PyObject *kwargs) {
     (void)args, (void)kwargs;
-    InboxObject *inbox = self->inbox;
-    int brought = bring_in(inbox, self->index);
-    if (append(inbox, self->index | (brought ? 0 : LEFT)) != 0)
+    QueueObject *queue = self->queue;
+    int copied = copy_in(queue, self->index);
+    if (append(queue, self->index | (copied ? 0 : LEFT)) != 0)
         return NULL;
-    if (!brought)
-        inbox->waiting_bytes += self->large_bytes;
-    if (inbox->waiting_bytes >= inbox->most_bytes)
-        inbox->due = 1;
-    if (inbox->count < inbox->due)
+    if (!copied)
+        queue->waiting_bytes += self->large_bytes;
+    if (queue->waiting_bytes >= queue->most_bytes)
+        queue->due = 1;
+    if (queue->count < queue->due)
         Py_RETURN_NONE;
-    PyObject *told = PyObject_CallObject(inbox->tell, NULL);
+    PyObject *told = PyObject_CallObject(queue->tell, NULL);
     if (told == NULL)
         return NULL;
     Py_DECREF(told); /* a hook that returned something would replace the gradient */
     Py_RETURN_NONE;
 }
 
-static PyType_Slot tap_slots[] = {
-    {Py_tp_dealloc, tap_dealloc},
-    {Py_tp_call, tap_call},
-    {Py_tp_doc, "A hook that puts one parameter into an inbox, whatever it is called with."},
+static PyType_Slot hook_slots[] = {
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_call, hook_call},
+    {Py_tp_doc, "A hook that puts one parameter into a queue, whatever it is called with."},
     {0, NULL},
 };
 
-static PyType_Spec tap_spec = {
-    .name = "paceline.native._native.Tap",
-    .basicsize = sizeof(TapObject),
+static PyType_Spec hook_spec = {
+    .name = "paceline.native._native.GradientHook",
+    .basicsize = sizeof(HookObject),
     .flags = Py_TPFLAGS_DEFAULT,
-    .slots = tap_slots,
+    .slots = hook_slots,
 };
 
-int pl_add_inbox(PyObject *module) {
-    tap_type = (PyTypeObject *)PyType_FromSpec(&tap_spec);
-    if (tap_type == NULL || pl_prepare_intake() != 0)
+int pl_add_ready_queue(PyObject *module) {
+    hook_type = (PyTypeObject *)PyType_FromSpec(&hook_spec);
+    if (hook_type == NULL || pl_prepare_copy_in() != 0)
         return -1;
-    PyObject *inbox_type = PyType_FromSpec(&inbox_spec);
-    return inbox_type == NULL ? -1 : PyModule_AddObject(module, "Inbox", inbox_type);
+    PyObject *queue_type = PyType_FromSpec(&queue_spec);
+    return queue_type == NULL ? -1 : PyModule_AddObject(module, "ReadyQueue", queue_type);
 }

@@ -1,9 +1,10 @@
-/* Brings one gradient into its bucket, in the hook that autograd calls when it is ready.
+/* Copies one gradient into its bucket, scaled, in the hook that autograd calls when it is ready.
  *
  * It has just been written then, and lies in a cache; and once its parameter shows the bucket's view
  * in its place, its memory is free for the next gradient, which finds that in the cache as well.
  * Knows what a slot is (paceline.buckets.bucket) and asks DLPack where tensors lie. What is not as
- * usual is left to Python: a gradient with a graph, of another type or layout, or none at all. */
+ * usual is left to Python: a gradient with a graph, of another type or layout, or none at all.
+ * [Note: scaling] in ddp/reduce/gradient_access.py says why it is scaled here. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -13,13 +14,11 @@
 #include "dlpack.h"
 #include "wrapper.h"
 
-#define LARGE_BYTES (1 << 17) /* from here on past the caches, and without the interpreter lock */
-
 static struct {
     PyObject *parameter, *view, *grad, *requires_grad, *is_neg;
 } names;
 
-int pl_prepare_intake(void) {
+int pl_prepare_copy_in(void) {
     names.parameter = PyUnicode_InternFromString("parameter");
     names.view = PyUnicode_InternFromString("view");
     names.grad = PyUnicode_InternFromString("grad");
@@ -42,7 +41,7 @@ static int is(PyObject *object, PyObject *wanted) {
     return object == NULL ? -1 : object == wanted;
 }
 
-static int is_plain(const DLTensor *tensor) {
+static int is_cpu_float32(const DLTensor *tensor) {
     return tensor->device.device_type == kDLCPU && tensor->dtype.code == kDLFloat &&
            tensor->dtype.bits == 32 && tensor->dtype.lanes == 1;
 }
@@ -68,7 +67,7 @@ static float *data_of(const DLTensor *tensor) {
 }
 
 static void scale(float *target, const float *source, size_t elements, float factor) {
-    if (elements * sizeof(float) < LARGE_BYTES || target == source) {
+    if (elements * sizeof(float) < PL_STREAM_BYTES || target == source) {
         for (size_t i = 0; i < elements; i++)
             target[i] = source[i] * factor;
         return;
@@ -88,7 +87,7 @@ static int copy(const DLPackExchangeAPI *api, PyObject *gradient, PyObject *view
     DLTensor from, to;
     if (api->tensor_of(gradient, &from) != 0 || api->tensor_of(view, &to) != 0)
         return 0;
-    if (!is_plain(&from) || !is_plain(&to))
+    if (!is_cpu_float32(&from) || !is_cpu_float32(&to))
         return 0;
     int64_t elements = same_layout(&from, &to);
     if (elements < 0)
@@ -97,19 +96,19 @@ static int copy(const DLPackExchangeAPI *api, PyObject *gradient, PyObject *view
     return 1;
 }
 
-int pl_bring_in(const struct DLPackExchangeAPI *api, PyObject *slot, float factor) {
+int pl_copy_in(const struct DLPackExchangeAPI *api, PyObject *slot, float factor) {
     PyObject *parameter = PyObject_GetAttr(slot, names.parameter);
     PyObject *view = PyObject_GetAttr(slot, names.view);
     PyObject *gradient = parameter != NULL ? PyObject_GetAttr(parameter, names.grad) : NULL;
-    int brought = 0;
+    int copied = 0;
     if (view != NULL && gradient != NULL && view != Py_None && gradient != Py_None)
-        brought = copy(api, gradient, view, factor);
-    if (brought && gradient != view && PyObject_SetAttr(parameter, names.grad, view) != 0)
-        brought = 0; /* and Python copies it once more */
-    if (!brought)
+        copied = copy(api, gradient, view, factor);
+    if (copied && gradient != view && PyObject_SetAttr(parameter, names.grad, view) != 0)
+        copied = 0; /* and Python copies it once more */
+    if (!copied)
         PyErr_Clear();
     Py_XDECREF(gradient);
     Py_XDECREF(view);
     Py_XDECREF(parameter);
-    return brought;
+    return copied;
 }

@@ -1,4 +1,4 @@
-"""Hooks that bring gradients in ([Note: warm gradients] in taps.py): what they take and leave.
+"""Hooks that copy gradients in ([Note: warm gradients] in hooks.py): what they take and leave.
 
 Each case is a parameter with a gradient and a slot in a bucket; the hook is called by hand.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from paceline import DistributedDataParallel as DDP
 from paceline.buckets import BucketSpec, ParameterSpec
 from paceline.buckets.bucket import Bucket
-from paceline.ddp.autograd.hooks import PythonInbox
+from paceline.ddp.autograd.hooks import PythonReadyQueue
 from paceline.native.extension import native
 from paceline.testing import run_ranks
 from paceline.torch_private import tensor_exchange
@@ -37,11 +37,11 @@ class OwnTensor(torch.Tensor):
 
 @dataclass
 class Case:
-    """A parameter in a bucket, and an inbox that is open for it."""
+    """A parameter in a bucket, and a queue whose hooks copy it."""
 
     parameter: torch.Tensor
     bucket: Bucket
-    inbox: native.Inbox
+    queue: native.ReadyQueue
 
     @property
     def view(self) -> torch.Tensor:
@@ -51,8 +51,8 @@ class Case:
 
     def arrive(self) -> bool:
         """Call the hook; say whether the gradient was brought in."""
-        self.inbox.tap(0, 0)()
-        arrived, left = self.inbox.take()
+        self.queue.make_hook(0, 0)()
+        arrived, left = self.queue.take()
         assert arrived == [0]
         assert left in ([], [0])
         return not left
@@ -61,14 +61,14 @@ class Case:
 def case(parameter: torch.Tensor, *, dtype: torch.dtype | None = None, before: int = 3) -> Case:
     """Make a bucket with ``before`` elements in front of the parameter's slot."""
     spec = ParameterSpec.of(0, "weight", parameter, dtype=dtype)
-    bucket = Bucket(0, BucketSpec((spec,), 0), [parameter], tail_numel=before)
+    bucket = Bucket(0, BucketSpec((spec,), 0), [parameter], trailer_numel=before)
     memory = torch.full((bucket.total_numel,), 7.0, dtype=spec.dtype)
     bucket.attach(memory)
     bucket.slots[0].view = memory.as_strided(spec.shape, spec.stride, before)
-    inbox = native.Inbox(lambda: None, 1 << 30, tensor_exchange())
-    inbox.due = 1 << 30
-    assert inbox.open([bucket.slots[0]], FACTOR)
-    return Case(parameter, bucket, inbox)
+    queue = native.ReadyQueue(lambda: None, 1 << 30, tensor_exchange())
+    queue.due = 1 << 30
+    assert queue.start_copying([bucket.slots[0]], FACTOR)
+    return Case(parameter, bucket, queue)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -176,46 +176,46 @@ def test_a_bucket_without_memory_is_left() -> None:
 def test_only_while_it_is_open_and_only_what_has_a_slot() -> None:
     made = case(nn.Parameter(torch.ones(3)))
     made.parameter.grad = torch.ones(3)
-    made.inbox.shut()
+    made.queue.stop_copying()
     assert not made.arrive()
-    made.inbox.open([None], FACTOR)
+    made.queue.start_copying([None], FACTOR)
     assert not made.arrive()
-    made.inbox.open([], FACTOR)
+    made.queue.start_copying([], FACTOR)
     assert not made.arrive()
-    made.inbox.open([made.bucket.slots[0]], FACTOR)
+    made.queue.start_copying([made.bucket.slots[0]], FACTOR)
     made.parameter.grad = None
-    made.inbox.tap(0, 0)()
+    made.queue.make_hook(0, 0)()
     made.parameter.grad = torch.ones(3)
-    made.inbox.tap(0, 0)()
-    assert made.inbox.take() == ([0, 0], [0]), "what was left is told apart"
+    made.queue.make_hook(0, 0)()
+    assert made.queue.take() == ([0, 0], [0]), "what was left is told apart"
 
 
 def test_each_is_brought_in_once_and_what_is_withheld_not_at_all() -> None:
     made = case(nn.Parameter(torch.ones(3)))
     slots = [made.bucket.slots[0]]
-    made.inbox.open(slots, FACTOR)
+    made.queue.start_copying(slots, FACTOR)
     made.parameter.grad = torch.ones(3)
     assert made.arrive()
     before = made.view.clone()
     assert not made.arrive(), "its bucket may be on its way"
     assert torch.equal(made.view, before)
     assert slots == [made.bucket.slots[0]], "the list of the caller stays as it is"
-    made.inbox.open(slots, FACTOR)
-    made.inbox.withhold(0)
+    made.queue.start_copying(slots, FACTOR)
+    made.queue.exclude(0)
     assert not made.arrive()
     with pytest.raises(IndexError):
-        made.inbox.withhold(1)
-    made.inbox.shut()
-    made.inbox.withhold(1)  # nothing is open
+        made.queue.exclude(1)
+    made.queue.stop_copying()
+    made.queue.exclude(1)  # no hook copies
 
 
 def test_without_dlpack_and_without_the_core_nothing_is_brought_in() -> None:
     made = case(nn.Parameter(torch.ones(3)))
-    inbox = native.Inbox(lambda: None, 1 << 30, None)
-    assert not inbox.open([made.bucket.slots[0]], FACTOR)
-    assert not PythonInbox(lambda: None, 1 << 30).open([made.bucket.slots[0]], FACTOR)
+    queue = native.ReadyQueue(lambda: None, 1 << 30, None)
+    assert not queue.start_copying([made.bucket.slots[0]], FACTOR)
+    assert not PythonReadyQueue(lambda: None, 1 << 30).start_copying([made.bucket.slots[0]], FACTOR)
     with pytest.raises(ValueError, match="PyCapsule"):
-        native.Inbox(lambda: None, 1 << 30, object())
+        native.ReadyQueue(lambda: None, 1 << 30, object())
 
 
 @given(
@@ -232,7 +232,7 @@ def test_any_dense_layout(shape: tuple[int, ...], order: object, factor: float, 
     stored = torch.randn([shape[axis] for axis in axes], generator=generator)
     back = [axes.index(axis) for axis in range(len(shape))]
     made = case(nn.Parameter(torch.zeros_like(stored).permute(back)))
-    made.inbox.open([made.bucket.slots[0]], factor)
+    made.queue.start_copying([made.bucket.slots[0]], factor)
     gradient = stored.permute(back)
     made.parameter.grad = gradient.clone(memory_format=torch.preserve_format)
     brought = made.arrive()
