@@ -1,8 +1,8 @@
 """What the other ranks see when one of three goes wrong, under torch's DDP and under Paceline's.
 
-``python -m benchmarks.torch_hangs --timeout-s 20``. Each fault happens to rank 1 in step 2, on gloo.
-Printed is what every rank raised, and how long after the fault. ``docs/when-a-rank-fails.md`` quotes
-the result.
+``python -m benchmarks.torch_hangs --timeout-s 20``. Each fault happens to rank 1 in step 2, on
+gloo. Printed is what every rank raised, and how long after the fault. The result is quoted in
+``docs/when-a-rank-fails.md``.
 """
 
 from __future__ import annotations
