@@ -17,6 +17,7 @@ BENCHMARKS = {
     "ps_answer": "what one small message costs a parameter server, without its socket",
     "ps_trainer": "a trainer's own share of a step with parameter servers, without the servers",
     "data_parallel": "2 CPU replicas beside the plain module",
+    "torch_hangs": "what ranks see when one is killed, stopped or elsewhere, beside torch's DDP",
 }
 
 

@@ -93,7 +93,7 @@ def _ctrl_c_ignored() -> Iterator[None]:
 def _require_sklearn() -> None:
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigurationError(
-            'the digits come with scikit-learn, which is missing: pip install "paceline[demo]"'
+            "the digits come with scikit-learn, which is missing: pip install scikit-learn"
         )
 
 

@@ -92,12 +92,11 @@ def _keys(args: argparse.Namespace) -> int:
 
 
 def _require_extra() -> None:
-    missing = [
-        name for name in ("zmq", "numpy", "safetensors") if not importlib.util.find_spec(name)
-    ]
+    packages = {"zmq": "pyzmq", "numpy": "numpy", "safetensors": "safetensors"}
+    missing = [name for module, name in packages.items() if not importlib.util.find_spec(module)]
     if missing:
         raise ConfigurationError(
-            f'parameter servers need {", ".join(missing)}: pip install "paceline[ps]"'
+            f"parameter servers need {', '.join(missing)}: pip install {' '.join(missing)}"
         )
 
 

@@ -69,8 +69,8 @@ def _pack_by_value(value: Any, what: str, plain_error: Exception | None) -> byte
     except ImportError:
         raise ConfigurationError(
             f"{what} cannot be pickled ({plain_error}). Lambdas and local functions need "
-            'cloudpickle: pip install "paceline[testing]". Without it, define the function at the '
-            "top level of an importable module."
+            "cloudpickle: pip install cloudpickle. Without it, define the function at the top "
+            "level of an importable module."
         ) from plain_error
     try:
         return bytes(cloudpickle.dumps(value))

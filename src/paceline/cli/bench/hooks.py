@@ -85,7 +85,7 @@ def _check_plot(path: Path) -> None:
     """Find out before anything is measured whether the plot can be written."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
-            '--plot needs matplotlib: pip install "paceline[bench]", or leave --plot out'
+            "--plot needs matplotlib: pip install matplotlib, or leave --plot out"
         )
     if not path.parent.is_dir():
         raise ConfigurationError(f"--plot {path}: there is no directory {path.parent}")

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> HybridPlan:
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigurationError(
-            '--plot needs matplotlib: pip install "paceline[bench]", or leave --plot out'
+            "--plot needs matplotlib: pip install matplotlib, or leave --plot out"
         )
     plan = HybridPlan(
         routes=parse_routes(args.route),
@@ -109,7 +109,7 @@ def _plan(args: argparse.Namespace) -> HybridPlan:
     plan.check()
     if RouteName.PS in plan.routes and importlib.util.find_spec("zmq") is None:
         raise ConfigurationError(
-            '--route ps needs pyzmq: pip install "paceline[ps]", or --route rpc-torch,rpc-paceline'
+            "--route ps needs pyzmq: pip install pyzmq, or --route rpc-torch,rpc-paceline"
         )
     return plan.at_port(choose_port(plan.master_addr, plan.master_port))
 

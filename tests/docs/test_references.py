@@ -1,0 +1,155 @@
+"""What the docs name exists: files, links, headings, classes, functions."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline.errors
+from paceline import DistributedDataParallel
+from tests.docs.hops import ROOT, SOURCE, Hop
+
+# The log tells what was done under the names of its day.
+PAGES = sorted(
+    page
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+    if page.name != "performance-log.md"
+)
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w./-]*\w\.(?:py|c|h|md|svg|toml|txt)$")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
+ERROR = re.compile(r"\b[A-Z]\w+(?:Error|Warning)\b")
+NAME = re.compile(r"\b(paceline|ps|hooks|ddp)((?:\.[A-Za-z_]\w*)+)")
+# Files of users, in examples of what an error looks like.
+OTHERS_FILES = {"train.py"}
+# What only instances have.
+INSTANCE_NAMES = {"ddp.module", "ddp.reducer", "ddp.logger"}
+
+
+def codes(page: Path) -> list[str]:
+    return CODE.findall(BLOCK.sub("", page.read_text()))
+
+
+@functools.cache
+def file_names() -> frozenset[str]:
+    folders = ("src", "docs", "tests", "benchmarks", "examples")
+    return frozenset(path.name for folder in folders for path in (ROOT / folder).rglob("*.*"))
+
+
+def exists(name: str, page: Path) -> bool:
+    if "/" not in name:
+        return name in file_names() or (ROOT / name).exists()
+    return any((base / name).exists() for base in (page.parent, ROOT, SOURCE))
+
+
+@every_page
+def test_files(page: Path) -> None:
+    named = {code for code in codes(page) if FILE.fullmatch(code)} - OTHERS_FILES
+    assert not [name for name in sorted(named) if not exists(name, page)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links spell them."""
+    titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    kept = [re.sub(r"[^\w\- ]", "", title.lower()) for title in titles]
+    return {title.strip().replace(" ", "-") for title in kept}
+
+
+@every_page
+def test_links(page: Path) -> None:
+    wrong = []
+    for target, anchor in LINK.findall(BLOCK.sub("", page.read_text())):
+        if "://" in target:
+            continue
+        path = (page.parent / target) if target else page
+        is_wrong_anchor = anchor and path.suffix == ".md" and anchor not in anchors(path)
+        if not path.exists() or is_wrong_anchor:
+            wrong.append(f"{target}#{anchor}")
+    assert not wrong
+
+
+def is_error(name: str) -> bool:
+    return hasattr(paceline.errors, name) or hasattr(builtins, name)
+
+
+@every_page
+def test_errors(page: Path) -> None:
+    named = {name for code in codes(page) for name in ERROR.findall(code)}
+    named -= {"RanksFailedError"}  # is in paceline.testing
+    assert not [name for name in sorted(named) if not is_error(name)]
+
+
+def resolve(root: str, parts: list[str]) -> object:
+    """Import what a dotted name stands for; names of classes may follow those of modules."""
+    if root == "ddp":
+        return getattr(DistributedDataParallel, parts[0])
+    found: object = importlib.import_module(
+        "paceline" if root == "paceline" else f"paceline.{root}"
+    )
+    for part in parts:
+        if not hasattr(found, part):
+            found = importlib.import_module(f"{found.__name__}.{part}")  # type: ignore[attr-defined]
+        else:
+            found = getattr(found, part)
+    return found
+
+
+def names_of(page: Path) -> Iterator[tuple[str, list[str]]]:
+    for code in codes(page):
+        if "/" in code or FILE.fullmatch(code):
+            continue
+        for root, rest in NAME.findall(code):
+            name = f"{root}{rest}"
+            is_example = name.endswith((".png", ".json"))
+            if name not in INSTANCE_NAMES and not name.startswith("ddp.module.") and not is_example:
+                yield root, rest.removeprefix(".").split(".")
+
+
+@every_page
+def test_names(page: Path) -> None:
+    pytest.importorskip("zmq", reason="paceline.ps needs pyzmq")
+    wrong = []
+    for root, parts in names_of(page):
+        try:
+            resolve(root, parts)
+        except (AttributeError, ImportError):
+            wrong.append(".".join([root, *parts]))
+    assert not wrong
+
+
+def test_drawings_name_functions_that_exist() -> None:
+    wrong = []
+    for drawing in (ROOT / "docs").glob("life-of-*.svg"):
+        for words in re.findall(r'class="file"[^>]*>([^<]+)<', drawing.read_text()):
+            file, *function = words.split()
+            hop = Hop(file, *function) if function else None
+            is_there = hop.is_defined() if hop else (SOURCE / file).exists()
+            if not is_there:
+                wrong.append(f"{drawing.name}: {words}")
+    assert not wrong
+
+
+def test_each_noun_once() -> None:
+    """And each with one file."""
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `[^`|]+` \|$", vocabulary(), re.MULTILINE)
+    assert len(rows) == vocabulary().count("\n| ") - 2 * vocabulary().count("| noun |")
+    assert len(rows) == len(set(rows))
+
+
+def vocabulary() -> str:
+    return (ROOT / "docs" / "vocabulary.md").read_text()
+
+
+def test_nobody_is_told_to_install_what_is_not_published() -> None:
+    pages = [*PAGES, *SOURCE.rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    pattern = re.compile(r"""pip install ["']?paceline\b""")
+    assert not [str(page) for page in pages if pattern.search(page.read_text())]
