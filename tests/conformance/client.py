@@ -14,7 +14,7 @@ from typing import IO, Any
 from .collect import TorchTest
 from .outcome import Outcome, Request
 
-DEADLINE_S = 90
+DEADLINE_S = 250
 PACKAGE = __package__ or "conformance"
 # The folder in which `python -m PACKAGE` finds this package, under whatever name it was imported.
 ROOT = Path(__file__).resolve().parents[len(PACKAGE.split("."))]

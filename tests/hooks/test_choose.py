@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,8 @@ def test_slow_links_want_few_bytes() -> None:
 
 @pytest.mark.slow
 def test_fast_links_want_little_work() -> None:
-    assert hooks.choose(net(), 1e15).name == "allreduce"
+    found = [hooks.choose(net(), 1e15).name for _ in range(9)]  # one may be disturbed
+    assert statistics.mode(found) == "allreduce", found
 
 
 def test_bytes_are_those_of_the_wire() -> None:

@@ -101,7 +101,7 @@ def test_same_bits(wrapper: str, world: int) -> None:
                 different.append(name)
         return different
 
-    assert run_ranks(world, on_rank) == [[]] * world
+    assert run_ranks(world, on_rank, timeout_s=250) == [[]] * world
 
 
 def test_it_matters() -> None:

@@ -14,7 +14,7 @@ from paceline.testing import run_ranks
 
 
 def run_together(
-    world: int, check: Callable[[str], None], names: Sequence[str], timeout_s: float = 100
+    world: int, check: Callable[[str], None], names: Sequence[str], timeout_s: float = 250
 ) -> dict[str, str]:
     """Check every name on every rank, and return what was wrong, by name.
 

@@ -177,8 +177,8 @@ class TestFailures:
             wait_for_ever()
 
         with pytest.raises(RanksFailedError) as caught:
-            run_ranks(2, fail, grace_s=0.3)
-        assert "rank 1: still running 0.3 s after rank 0 failed" in str(caught.value)
+            run_ranks(2, fail, grace_s=2.0)
+        assert "rank 1: still running 2 s after rank 0 failed" in str(caught.value)
         assert "in wait_for_ever" in str(caught.value)
 
     def test_a_killed_rank_is_named(self) -> None:
@@ -188,7 +188,7 @@ class TestFailures:
             dist.barrier()
 
         with pytest.raises(RanksFailedError, match="rank 1: killed by SIGKILL"):
-            run_ranks(2, die, grace_s=1.0)
+            run_ranks(2, die, grace_s=3.0)
 
     def test_a_rank_that_exits_is_named(self) -> None:
         with pytest.raises(RanksFailedError, match="exited with code 7 before it returned"):
@@ -198,14 +198,14 @@ class TestFailures:
 
     def test_the_deadline_names_stuck_ranks_and_where_they_are(self) -> None:
         def stuck() -> int:
-            if dist.get_rank() == 1:
+            if os.environ["RANK"] == "1":
                 wait_for_ever()
             return os.getpid()
 
         with pytest.raises(RanksFailedError) as caught:
-            run_ranks(2, stuck, timeout_s=0.5)
+            run_ranks(2, stuck, timeout_s=3.0, init=False)
         text = str(caught.value)
-        assert "not done within timeout_s=0.5; still running: rank 1" in text
+        assert "not done within timeout_s=3; still running: rank 1" in text
         assert "in wait_for_ever" in text
         assert "--- rank 0" not in text
 

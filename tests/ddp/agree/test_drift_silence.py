@@ -477,4 +477,4 @@ def test_nothing_is_said(transport: str, ranks: int) -> None:
                 error.add_note(f"in the pattern {pattern.__name__}")
                 raise
 
-    run_ranks(ranks, on_rank, timeout_s=120)
+    run_ranks(ranks, on_rank, timeout_s=250)

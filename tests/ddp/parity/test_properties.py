@@ -237,7 +237,7 @@ def check_all(cases: list[Case]) -> None:
 
 def replay(case: Case, world: int = 2) -> None:
     """Run one printed case again."""
-    run_ranks(world, check_all, [case])
+    run_ranks(world, check_all, [case], timeout_s=250)
 
 
 # --- the properties ------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ drawn = settings(
 
 def run_drawn(world: int, batch_of_cases: list[Case]) -> None:
     note(f"world {world}: {batch_of_cases!r}")
-    run_ranks(world, check_all, batch_of_cases, timeout_s=60)
+    run_ranks(world, check_all, batch_of_cases, timeout_s=250)
 
 
 @settings(drawn, max_examples=30)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 SUBJECTS = ("gloo", "paceline", "lanes")
-TIMEOUT = timedelta(seconds=40)
+TIMEOUT = timedelta(seconds=100)
 
 
 @contextlib.contextmanager

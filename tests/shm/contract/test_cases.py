@@ -42,6 +42,6 @@ def run_cases(name: str) -> list[str]:
     [("gloo", 1), ("gloo", 2), ("paceline", 1), ("paceline", 2), ("paceline", 3), ("lanes", 4)],
 )
 def test_contract(name: str, ranks: int) -> None:
-    found = run_ranks(ranks, run_cases, name, init=False, timeout_s=100)
+    found = run_ranks(ranks, run_cases, name, init=False, timeout_s=250)
     assert len(found[0]) > 20
     assert found == [found[0]] * ranks
