@@ -3,9 +3,10 @@
     python examples/recommender.py                                    2 trainers, 2 servers
     torchrun --nproc-per-node 2 examples/recommender.py               the same under torchrun
 
-The click log is synthetic, with a structure to find: users and items have hidden factors, contexts a
-hidden effect, and a click is likelier the better they fit. The AUC on held-out examples says how well
-the model tells clicks from non-clicks: 0.5 is chance, and the hidden probabilities give the optimum.
+The click log is synthetic, with a structure to find: users and items have hidden factors, contexts
+a hidden effect, and a click is likelier the better they fit. The AUC on held-out examples says how
+well the model tells clicks from non-clicks: 0.5 is chance, and the hidden probabilities give the
+optimum.
 """
 
 from __future__ import annotations
