@@ -15,6 +15,8 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "Paceline"
+html_static_path = ["_static"]
+html_css_files = ["drawings.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3

@@ -45,7 +45,7 @@ def train(steps: int) -> float:
 
 
 def main() -> None:
-    """Join the other ranks, train, leave."""
+    """Join the group, train, leave."""
     if "RANK" not in os.environ:  # not started by torchrun: one rank, any free port
         os.environ |= {
             "RANK": "0",

@@ -3,10 +3,10 @@
     python examples/recommender.py                                    2 trainers, 2 servers
     torchrun --nproc-per-node 2 examples/recommender.py               the same under torchrun
 
-The click log is made up, with a structure to find: users and items have hidden factors, contexts a
-hidden effect, and a click is likelier the better they fit. How well clicks of examples that were
-not trained on can be told from non-clicks is the AUC: 0.5 is chance, and the hidden probabilities
-themselves give the best that is possible.
+The click log is synthetic, with a structure to find: users and items have hidden factors, contexts
+a hidden effect, and a click is likelier the better they fit. The AUC on held-out examples says how
+well the model tells clicks from non-clicks: 0.5 is chance, and the hidden probabilities give the
+optimum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ClickLog:
     clicks: Tensor
 
     def rows(self, which: Tensor | slice) -> ClickLog:
-        """Some examples of it."""
+        """Return some of its examples."""
         return ClickLog(
             self.users[which],
             self.items[which],
@@ -51,12 +51,12 @@ class ClickLog:
         )
 
     def bags(self) -> dict[str, Tensor]:
-        """As the tables take it: one line of ids for each example."""
+        """Return it as the tables take it: one row of ids for each example."""
         return {"user": self.users[:, None], "item": self.items[:, None], "context": self.contexts}
 
 
 def make_log(examples: int, seed: int) -> ClickLog:
-    """The same hidden structure whatever the seed; other examples."""
+    """Draw examples; the hidden structure is the same for every seed."""
     hidden = torch.Generator().manual_seed(0)
     user_factors = torch.randn(USERS, HIDDEN, generator=hidden)
     item_factors = torch.randn(ITEMS, HIDDEN, generator=hidden)
@@ -80,7 +80,7 @@ class Recommender(nn.Module):
         self.dense = nn.Sequential(nn.Linear(4 * DIM, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, bags: dict[str, Tensor]) -> Tensor:
-        """How likely a click is, as a logit."""
+        """Predict a click, as a logit."""
         rows = self.tables(bags)
         user, item = rows["user"], rows["item"]
         features = torch.cat([user, item, user * item, rows["context"]], 1)
@@ -89,7 +89,7 @@ class Recommender(nn.Module):
 
 
 def auc(scores: Tensor, clicks: Tensor) -> float:
-    """The chance that a click has a higher score than a non-click."""
+    """Return the chance that a click scores higher than a non-click."""
     ranks = scores.argsort().argsort().double() + 1
     positive = clicks.bool()
     n, m = int(positive.sum()), int((~positive).sum())
@@ -97,21 +97,21 @@ def auc(scores: Tensor, clicks: Tensor) -> float:
 
 
 def make_tables(servers: ps.Servers, world: int) -> ps.EmbeddingBagCollection:
-    """Three tables; servers run their optimizer."""
+    """Make three tables; the servers run their optimizer."""
     small = ps.Init(ps.Start.NORMAL, 0.0, 0.1)
     tables = [
         ps.TableConfig("user", USERS, DIM, mode="sum", init=small),
         ps.TableConfig("item", ITEMS, DIM, mode="sum", init=small),
         ps.TableConfig("context", CONTEXTS, DIM, mode="sum", init=small, sharding="table"),
     ]
-    # Each trainer pushes its own gradient; 1/world makes them the mean, as DDP does it.
+    # Each trainer pushes its own gradient; with 1/world they add up to the mean, as in DDP.
     return ps.EmbeddingBagCollection(
         tables, servers=servers, optimizer=ps.Adagrad(lr=0.2), grad_scale=1 / world
     )
 
 
 def train(addresses: list[str], args: argparse.Namespace) -> None:
-    """One trainer."""
+    """Train, as one trainer."""
     rank, world = dist.get_rank(), dist.get_world_size()
     log = make_log(args.examples, seed=1).rows(slice(rank, None, world))
     torch.manual_seed(0)
@@ -143,14 +143,14 @@ def train(addresses: list[str], args: argparse.Namespace) -> None:
                 if rank == 0:
                     progress.print(f"epoch {epoch + 1}  loss {total:.4f}")
         servers.flush()
-        dist.barrier()  # every trainer's pushes are there
+        dist.barrier()  # after this, every trainer's pushes are applied
         if rank == 0:
             report(model.module)
         dist.barrier()
 
 
 def report(model: nn.Module) -> None:
-    """How good it is on examples that were not trained on."""
+    """Measure it on held-out examples."""
     held_out = make_log(20_000, seed=2)
     with torch.no_grad():
         found = auc(model(held_out.bags()), held_out.clicks)
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 def train_under_torchrun(args: argparse.Namespace) -> None:
-    """Rank 0 starts the servers, and tells the others where they are."""
+    """Start the servers on rank 0, and tell the others where they are."""
     servers = ps.local(args.servers) if dist.get_rank() == 0 else None
     try:
         addresses = [servers.addresses if servers else []]

@@ -24,7 +24,7 @@ SAMPLES = 2048
 
 
 def make_data() -> TensorDataset:
-    """Points in the square and a smooth function of them, the same on every rank."""
+    """Return points in the square and a smooth function of them, the same on every rank."""
     points = torch.rand(SAMPLES, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
     values = torch.sin(3 * points[:, :1]) * torch.cos(3 * points[:, 1:])
     return TensorDataset(points, values)
@@ -57,7 +57,7 @@ def train(epochs: int) -> None:
 
 
 def main() -> None:
-    """Join the other ranks, train, leave."""
+    """Join the group, train, leave."""
     parser = argparse.ArgumentParser(description="Train a small network, on 1 or more ranks.")
     parser.add_argument("--epochs", type=int, default=15)
     args = parser.parse_args()

@@ -126,6 +126,20 @@ def test_names(page: Path) -> None:
     assert not wrong
 
 
+@every_page
+def test_python_blocks_compile(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        compile(block, str(page), "exec")
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "index.md"]
+    listed = [page for page in pages if page.parent.name != "decisions"]
+    names = [str(page.relative_to(ROOT / "docs").with_suffix("")) for page in listed]
+    assert not [name for name in names if f"\n{name}\n" not in index]
+
+
 def test_drawings_name_functions_that_exist() -> None:
     wrong = []
     for drawing in (ROOT / "docs").glob("life-of-*.svg"):
