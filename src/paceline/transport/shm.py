@@ -151,7 +151,9 @@ class ShmTransport:
             part = LaneGroup(connection, lane, timeout_s, watch_of(group))
             self._stage = Stage(part)
         # The watch lasts as long as the group, and must not keep this memory.
-        watch_of(group).tell_end = functools.partial(tell_rank_end, weakref.ref(connection))
+        watch_of(group).lost_peers.describe_end = functools.partial(
+            tell_rank_end, weakref.ref(connection)
+        )
         self._futures = FutureThread()
         self._finalizer = finalize_here(self, _close, part, connection, self._futures)
 

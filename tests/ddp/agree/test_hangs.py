@@ -15,8 +15,8 @@ from torch import nn
 
 from paceline import CollectiveError
 from paceline import DistributedDataParallel as DDP
+from paceline.liveness import wait_log
 from paceline.native.extension import missing_reason
-from paceline.shm.diagnose import wait_monitor as watch
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
 from paceline.shm.diagnose.thread_location import EVERYBODY, Whereabouts
 from paceline.testing import run_ranks
@@ -146,7 +146,7 @@ class TestOnlySlow:
 
     @staticmethod
     def impatient() -> Notes:
-        watch.LOG_AFTER_S = 1.5
+        wait_log.LOG_AFTER_S = 1.5
         return Notes()
 
     def test_a_rank_in_code_of_its_own(self) -> None:

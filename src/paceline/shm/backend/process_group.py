@@ -21,9 +21,8 @@ from paceline.config import BACKEND_NAME
 from paceline.errors import GroupClosedError
 from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
 from paceline.gloo_threads import settle_gloo_at_exit
-from paceline.liveness import Watch, watch_of
+from paceline.liveness import Watch, adopt, watch_of
 from paceline.liveness.store import gather_by_store
-from paceline.liveness.watch import adopt
 from paceline.shm.attach.connect import Refusal, connect
 from paceline.shm.attach.connection import Connection
 from paceline.shm.backend.cpu_backend import CpuBackend

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveTimeoutError, GroupAbortedError
 from paceline.liveness import Watch
-from paceline.liveness.watch import GRACE_S, SLICE_S, Patience
+from paceline.liveness.lost_peers import SLICE_S
+from paceline.liveness.wait_guard import WaitGuard
 from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection
 from paceline.shm.collectives.group import SharedGroup
@@ -75,7 +76,7 @@ class LaneReduction:
         if not isinstance(error, GroupAbortedError):
             return error
         lost = self.watch.roster.first_lost()
-        return error if lost is None else self.watch.lost_error(ACROSS, lost)
+        return error if lost is None else self.watch.lost_peers.lost_error(ACROSS, lost)
 
     def is_done(self) -> bool:
         """Never blocks."""
@@ -161,7 +162,7 @@ class LaneGroup:
 
     def _wait_reduced(self, reduced: Pending) -> None:
         """Wait for the ranks of this host: one may have raised because another host is gone."""
-        patience = Patience(self._watch, ACROSS, GRACE_S)
+        guard = WaitGuard(self._watch, ACROSS)
         while True:
             try:
                 reduced.wait(SLICE_S)
@@ -169,7 +170,7 @@ class LaneGroup:
             except CollectiveTimeoutError:
                 if reduced.is_done():
                     raise
-                patience.look(None)
+                guard.check()
 
     def _cross(self, tensor: torch.Tensor) -> None:
         """Sum this rank's slice over the hosts."""

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from paceline.liveness.wait_log import WaitLog
 from paceline.native.extension import native
 from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
@@ -42,7 +43,6 @@ logger = logging.getLogger("paceline")
 
 FIRST_LOOK_S = 0.5
 LAST_INTERVAL_S = 10.0
-LOG_AFTER_S = 10.0
 ANSWER_PATIENCE_S = 0.4
 CLOSE_PATIENCE_S = 5.0
 
@@ -55,14 +55,14 @@ class Wait:
         key: Channel, collective and phase: what makes it this wait.
         since_s: When the collective began (monotonic).
         interval_s: Until the next look.
-        next_log_s: When the log is told next.
+        log: When the log is told.
         last: What was found at the look before.
     """
 
     key: tuple[int, int, int]
     since_s: float
     interval_s: float = FIRST_LOOK_S
-    next_log_s: float = field(default_factory=lambda: LOG_AFTER_S)
+    log: WaitLog = field(default_factory=WaitLog)
     last: dict[int, Evidence] = field(default_factory=dict)
 
 
@@ -237,18 +237,14 @@ class Watch:
         answers: dict[int, Answer],
     ) -> None:
         waited_s = time.monotonic() - wait.since_s
-        wait.interval_s = min(wait.interval_s, max(wait.next_log_s - waited_s, FIRST_LOOK_S))
-        if waited_s < wait.next_log_s:
-            return
-        wait.next_log_s = 2 * wait.next_log_s
-        told = "; ".join(self._describe(peer, rows[peer], answers.get(peer)) for peer in missing)
-        logger.warning(
-            "Rank %d has waited for %.0f s in %s: %s",
-            self.members[self.index].rank,
-            waited_s,
-            describe_request(rows[self.index].request),
-            told,
-        )
+        wait.interval_s = min(wait.interval_s, max(wait.log.next_s - waited_s, FIRST_LOOK_S))
+
+        def describe() -> str:
+            found = (self._describe(peer, rows[peer], answers.get(peer)) for peer in missing)
+            return ": " + "; ".join(found)
+
+        what = describe_request(rows[self.index].request)
+        wait.log.tell(self.members[self.index].rank, what, waited_s, describe)
 
     def _describe(self, peer: int, row: Any, answer: Answer | None) -> str:
         member = self.members[peer]
