@@ -21,7 +21,7 @@ from paceline.shm.core.arena import Arena
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import PAGE_BYTES, Pages
 from paceline.shm.diagnose.status import Status
-from paceline.shm.diagnose.wait_monitor import Watch
+from paceline.shm.diagnose.wait_monitor import WaitMonitor
 
 SLOT_BYTES = 1 << 20
 """Of one staging slot: large enough that meetings do not cost, small enough for the cache."""
@@ -162,8 +162,8 @@ class Handshake:
         kept = tuple(fd for fd in watched if fd >= 0)
         self._owned.difference_update(kept)
         status = Status(pages)
-        watch = Watch(_key(plan.local[0]), tuple(plan.local), cores, status)
-        watch.start()
+        monitor = WaitMonitor(_key(plan.local[0]), tuple(plan.local), cores, status)
+        monitor.start()
         self.connection = Connection(
             members=plan.members,
             local=tuple(plan.local),
@@ -172,7 +172,7 @@ class Handshake:
             arena=Arena(mapped[index], plan.heap_offset),
             cores=cores,
             status=status,
-            watch=watch,
+            monitor=monitor,
             pidfds=Descriptors(kept),
             deaths=_watch_all(watched),
             keep=(mapped_control, *mapped),

@@ -24,7 +24,7 @@ from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection
 from paceline.shm.collectives.pending import FORKED, Pending
 from paceline.shm.core.dtypes import DTYPES, describe_request, real_view
-from paceline.shm.diagnose.errors import Witness, closed_error, error_for, forked_error
+from paceline.shm.diagnose.errors import ChannelView, closed_error, forked_error, operation_error
 
 NOT_IN_ARENA = native.NOT_IN_ARENA if native is not None else 0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -59,7 +59,7 @@ class SharedGroup:
         self._is_closed = False
         self._owner = Owner()
         self.timeout_s = timeout_s
-        self.link = f"{connection.watch.key}/{channel}"
+        self.link = f"{connection.monitor.key}/{channel}"
         self.index = connection.index
         self.world = len(connection.local)
         self.arena = connection.arena
@@ -204,7 +204,7 @@ class SharedGroup:
             return
         self._is_closed = True
         with self._lock:
-            if not all(pending.is_done() for pending in self._in_flight):
+            if not all(pending.try_finish() for pending in self._in_flight):
                 self.arena.retire()  # peers may be at work in it
         self._core.close()
         self._in_flight.clear()
@@ -276,11 +276,11 @@ class SharedGroup:
 
         A blocking one too: it may have been queued behind others, and its wait be interrupted.
         """
-        if not self._in_flight and pending.is_done():
+        if not self._in_flight and pending.try_finish():
             return
         with self._lock:
             self._in_flight.append(pending)
-            while self._in_flight and self._in_flight[0].is_done():
+            while self._in_flight and self._in_flight[0].try_finish():
                 self._in_flight.popleft()
 
     def _judge(self, pending: Pending, status: int) -> CollectiveError:
@@ -294,10 +294,10 @@ class SharedGroup:
         if status in (native.STATUS_BROKEN, native.STATUS_SHUT):
             self.arena.retire()
         connection = self._connection
-        witness = Witness(
+        view = ChannelView(
             self._core, connection.local, self.index, connection.status, connection.deaths
         )
-        return error_for(witness, pending.operation)
+        return operation_error(view, pending.operation)
 
 
 class _Buffers:
