@@ -17,7 +17,7 @@ from paceline.memory.segment import Mapping, check_segment, create_segment
 from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection, Descriptors
 from paceline.shm.attach.fd_exchange import Deadline, FdExchange, FdExchangeClient
-from paceline.shm.core.arena import Arena
+from paceline.shm.core.arena import Arena, aligned
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import PAGE_BYTES, Pages
 from paceline.shm.diagnose.status import Status
@@ -29,7 +29,6 @@ CONNECT_TIMEOUT_S = 60.0
 # A wait spins while the peer is likely to run on another processor, else it yields.
 SPIN_NS = 20_000
 YIELDS = 8
-ALIGNMENT = 4096
 SPARE_DESCRIPTORS = 8
 """For sockets and the like, while descriptors are passed."""
 
@@ -67,7 +66,7 @@ class SharePlan:
 
     @property
     def channel_bytes(self) -> int:
-        return -(-int(native.control_bytes(len(self.local))) // ALIGNMENT) * ALIGNMENT
+        return aligned(int(native.control_bytes(len(self.local))))
 
     @property
     def pages_offset(self) -> int:

@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME
-from paceline.errors import GroupClosedError
 from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
 from paceline.gloo_threads import settle_gloo_at_exit
 from paceline.liveness import Watch, adopt, watch_of
@@ -34,6 +33,7 @@ from paceline.shm.backend.profiling import ProfiledCall
 from paceline.shm.backend.work import FutureThread
 from paceline.shm.collectives.chunked import HEAP_BYTES
 from paceline.shm.collectives.cross_host import CHANNELS, CrossHostGroup, count_lanes, lane_ranks
+from paceline.shm.diagnose.errors import forked_error
 from paceline.torch_private import (
     attach_cpu_backend,
     gloo_group,
@@ -48,7 +48,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
     def method(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
         if not self._owner.is_here():
-            raise self._forked_error()
+            raise forked_error(self.rank(), self._owner.pid)
         self._started += 1
         if self._recorder is not None or is_profiled():
             return self._run_watched(name, args, kwargs)
@@ -175,18 +175,10 @@ class PacelineGroup(dist.ProcessGroup):
         """In a forked child: gloo's threads are not here, and its destructor waits for them."""
         keep_for_ever(self)
 
-    def _forked_error(self) -> GroupClosedError:
-        return GroupClosedError(
-            f"The group of rank {self.rank()} belongs to process {self._owner.pid} and was used in "
-            "a child that was forked from it. A child has no part in the group: make a new one in "
-            "it, or start workers with the 'spawn' or 'forkserver' method.",
-            rank=self.rank(),
-        )
-
     def abort(self) -> None:
         """Release every waiter, on all ranks of this host: they raise GroupAbortedError."""
         if not self._owner.is_here():
-            raise self._forked_error()
+            raise forked_error(self.rank(), self._owner.pid)
         if self._operations is not None:
             self._operations.abort()
 

@@ -61,6 +61,7 @@ class SharedGroup:
         self.timeout_s = timeout_s
         self.link = f"{connection.monitor.key}/{channel}"
         self.index = connection.index
+        self._me = connection.local[connection.index]
         self.world = len(connection.local)
         self.arena = connection.arena
 
@@ -254,11 +255,11 @@ class SharedGroup:
     def _hand_in(self, begin: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``start`` or ``run`` of the core."""
         if self._is_closed:
-            raise closed_error(self._connection.local, self.index)
+            raise closed_error(self._me.rank)
         try:
             return begin(*arguments)
         except native.ForkedError:
-            raise forked_error(self._connection.local, self.index) from None
+            raise forked_error(self._me.rank, self._me.pid) from None
         except KeyboardInterrupt:
             self.arena.retire()
             raise
@@ -269,7 +270,7 @@ class SharedGroup:
         try:
             yield
         except native.ForkedError:
-            raise forked_error(self._connection.local, self.index) from None
+            raise forked_error(self._me.rank, self._me.pid) from None
 
     def _remember(self, pending: Pending) -> None:
         """Keep tensors alive for callers who start a collective and forget it.
@@ -286,9 +287,9 @@ class SharedGroup:
     def _judge(self, pending: Pending, status: int) -> CollectiveError:
         what = describe_request(pending.operation.request())
         if status == FORKED or not self._owner.is_here():
-            return forked_error(self._connection.local, self.index)
+            return forked_error(self._me.rank, self._me.pid)
         if status == native.STATUS_PENDING:
-            rank = self._connection.local[self.index].rank
+            rank = self._me.rank
             text = f"Rank {rank}: {what} is not done yet. It goes on: wait for it once more."
             return CollectiveTimeoutError(text, rank=rank, missing=(), operation=what)
         if status in (native.STATUS_BROKEN, native.STATUS_SHUT):

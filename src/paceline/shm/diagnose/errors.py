@@ -21,13 +21,12 @@ from paceline.errors import (
     PeerLostError,
 )
 from paceline.liveness import Deaths
+from paceline.liveness.lost_peers import NO_LONGER
 from paceline.native.extension import native
 from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import Field, printable
 from paceline.shm.diagnose.status import Status, describe_end, first_cause
-
-NO_LONGER = "The group cannot be used any more; make a new one."
 
 
 @dataclass(frozen=True)
@@ -103,20 +102,18 @@ def _damaged(me: int, what: str) -> CollectiveError:
     return CollectiveError(text, rank=me, operation=what)
 
 
-def forked_error(members: Sequence[Member], index: int) -> GroupClosedError:
+def forked_error(rank: int, pid: int) -> GroupClosedError:
     """Say that a group does not survive a fork."""
-    me = members[index]
     return GroupClosedError(
-        f"The group of rank {me.rank} belongs to process {me.pid} and was used in a child that "
-        "was forked from it. A child has no part in the group: make a new one in it, or start "
-        "workers with the 'spawn' or 'forkserver' method.",
-        rank=me.rank,
+        f"The group of rank {rank} belongs to process {pid} and was used in a child that was "
+        "forked from it. A child has no part in the group: make a new one in it, or start workers "
+        "with the 'spawn' or 'forkserver' method.",
+        rank=rank,
     )
 
 
-def closed_error(members: Sequence[Member], index: int) -> GroupClosedError:
+def closed_error(rank: int) -> GroupClosedError:
     """Say that a group was used after its end."""
-    rank = members[index].rank
     return GroupClosedError(
         f"Rank {rank}: the group has been destroyed. Make a new one before the next collective.",
         rank=rank,
