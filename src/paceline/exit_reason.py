@@ -10,7 +10,7 @@ An exception ends a process in several ways, and each has its own place where it
 * a thread ends with it, and the process lives on: ``threading.excepthook``.
 
 A process that is killed, crashes or calls ``os._exit`` says nothing. Called by what shares memory
-with peers: see :mod:`paceline.shm.diagnose.status`. Must not know what becomes of the words.
+with peers: see :mod:`paceline.shm.diagnose.status`. Must not know what becomes of the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_MESSAGE = 700
 
 
 @dataclass(frozen=True)
-class LastWords:
+class ExitReason:
     """Why a process ends, as far as it knows.
 
     Attributes:
@@ -48,12 +48,12 @@ class LastWords:
 
 
 class Listener(Protocol):
-    """Whoever passes the words on. May be called from any thread, more than once."""
+    """Whoever passes the reason on. May be called from any thread, more than once."""
 
-    def hear(self, words: LastWords) -> None:
+    def on_process_exit(self, reason: ExitReason) -> None:
         """This process ends."""
 
-    def hear_of_thread(self, ident: int, words: LastWords) -> None:
+    def on_thread_exit(self, ident: int, reason: ExitReason) -> None:
         """A thread of this process has ended with an exception; the process goes on."""
 
 
@@ -61,7 +61,7 @@ _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed_in = 0  # the pid: what multiprocessing runs at the end is forgotten in a forked child
 
 
-def listen(listener: Listener) -> None:
+def add_listener(listener: Listener) -> None:
     """Tell ``listener``, as long as it lives, how this process ends."""
     global _installed_in
     _listeners.add(listener)
@@ -73,20 +73,20 @@ def listen(listener: Listener) -> None:
 def note_exception(error: BaseException | None) -> None:
     """This process is about to end because of ``error``. For launchers that catch it."""
     if error is not None:
-        words = last_words_of(error)
+        reason = exit_reason_of(error)
         for listener in list(_listeners):
-            listener.hear(words)
+            listener.on_process_exit(reason)
 
 
-def last_words_of(error: BaseException) -> LastWords:
+def exit_reason_of(error: BaseException) -> ExitReason:
     """Describe an exception and what it came from."""
     chain = _chain(error)
     told, root = chain[0], chain[-1]
     if isinstance(told, SystemExit) and not told.code:
-        return LastWords()  # the end of a program, not an accident
+        return ExitReason()  # the end of a program, not an accident
     text = _describe(told) if told is root else f"{_describe(told)}, after {_describe(root)}"
     lost = [each.pid for each in chain if isinstance(each, PeerLostError)]
-    return LastWords(text, next(iter(lost), 0))
+    return ExitReason(text, next(iter(lost), 0))
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -165,7 +165,7 @@ def _note_thread(thread: threading.Thread | None, error: BaseException | None) -
         return
     ident = (thread.ident if thread is not None else None) or threading.get_ident()
     for listener in list(_listeners):
-        listener.hear_of_thread(ident, last_words_of(error))
+        listener.on_thread_exit(ident, exit_reason_of(error))
 
 
 def _on_process_end() -> None:
@@ -175,4 +175,4 @@ def _on_process_end() -> None:
 
 def _on_exit() -> None:
     for listener in list(_listeners):
-        listener.hear(LastWords())
+        listener.on_process_exit(ExitReason())

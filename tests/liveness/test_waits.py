@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from paceline.liveness import watch as watches
+from paceline.liveness import wait_log, watch_of
 from paceline.testing import run_ranks
 
 LONG_S = 60.0
@@ -34,7 +34,7 @@ def wait_for_rank_1() -> list[str]:
     """Rank 1 comes when rank 0 has logged that it waits."""
     group, lines = dist.group.WORLD, Lines()
     logging.getLogger("paceline").addHandler(lines)
-    watch = watches.watch_of(group)
+    watch = watch_of(group)
     watch.meet(lambda value: _gather(value))
     store = dist.distributed_c10d._get_default_store()
 
@@ -42,7 +42,7 @@ def wait_for_rank_1() -> list[str]:
         lines.came.wait(LONG_S)
         store.set("rank 0 has said it", "")
 
-    with mock.patch.object(watches, "LOG_AFTER_S", 0.3):
+    with mock.patch.object(wait_log, "LOG_AFTER_S", 0.3):
         if dist.get_rank() == 0:
             threading.Thread(target=tell, daemon=True).start()
         else:
@@ -70,7 +70,7 @@ def no_wait() -> list[str]:
     logging.getLogger("paceline").addHandler(lines)
     group = dist.group.WORLD
     for _ in range(20):
-        watches.watch_of(group).run("sum", lambda: group.allreduce([torch.ones(1)]))
+        watch_of(group).run("sum", lambda: group.allreduce([torch.ones(1)]))
     return lines.texts
 
 

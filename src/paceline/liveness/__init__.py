@@ -5,6 +5,16 @@ Below shared memory and the transports: whatever waits for a peer asks here.
 
 from paceline.liveness.deaths import Deaths
 from paceline.liveness.identity import Identity, describe_process, host_key
-from paceline.liveness.watch import Watch, watch_of
+from paceline.liveness.of_group import adopt, gather_all, watch_of
+from paceline.liveness.watch import Watch
 
-__all__ = ["Deaths", "Identity", "Watch", "describe_process", "host_key", "watch_of"]
+__all__ = [
+    "Deaths",
+    "Identity",
+    "Watch",
+    "adopt",
+    "describe_process",
+    "gather_all",
+    "host_key",
+    "watch_of",
+]

@@ -40,7 +40,7 @@ _HELLO = struct.Struct(f"!I{_TOKEN_BYTES}s")
 
 
 @dataclass(frozen=True)
-class Door:
+class LinkAddress:
     """Where a rank takes links; no address: nowhere."""
 
     address: str
@@ -52,7 +52,7 @@ class Door:
         return [self.address, self.port, self.token]
 
     @classmethod
-    def from_json(cls, value: Any) -> Door:
+    def from_json(cls, value: Any) -> LinkAddress:
         """Check what a peer sent."""
         address, port, token = value
         return cls(str(address), int(port), str(token))
@@ -63,14 +63,14 @@ class Listener:
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self.door = Door("", 0, secrets.token_hex(_TOKEN_BYTES))
+        self.where = LinkAddress("", 0, secrets.token_hex(_TOKEN_BYTES))
         address = own_address()
         if not address:
             return
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError):
             self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-            self.door = Door(address, self._socket.getsockname()[1], self.door.token)
+            self.where = LinkAddress(address, self._socket.getsockname()[1], self.where.token)
 
     def take(self, ranks: set[int], until_s: float) -> dict[int, socket.socket]:
         """Wait for links from these ranks; return those that came in time."""
@@ -97,7 +97,7 @@ class Listener:
         if len(data) != _HELLO.size:
             return -1
         rank, token = _HELLO.unpack(data)
-        is_right = hmac.compare_digest(token, bytes.fromhex(self.door.token))
+        is_right = hmac.compare_digest(token, bytes.fromhex(self.where.token))
         return int(rank) if is_right else -1
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Listener:
 
 
 def make_links(
-    rank: int, doors: Sequence[Door], remote: Sequence[int], listener: Listener
+    rank: int, addresses: Sequence[LinkAddress], remote: Sequence[int], listener: Listener
 ) -> dict[int, socket.socket]:
     """Link this rank with those on other hosts; without an answer there is no link.
 
@@ -117,18 +117,20 @@ def make_links(
     until_s = time.monotonic() + CONNECT_S
     links: dict[int, socket.socket] = {}
     for peer in remote:
-        if peer < rank and doors[peer].port:
+        if peer < rank and addresses[peer].port:
             with contextlib.suppress(OSError, ValueError):
-                links[peer] = _call(rank, doors[peer])
-    links |= listener.take({peer for peer in remote if peer > rank and doors[peer].port}, until_s)
+                links[peer] = _call(rank, addresses[peer])
+    links |= listener.take(
+        {peer for peer in remote if peer > rank and addresses[peer].port}, until_s
+    )
     for link in links.values():
         _keep_alive(link)
     return links
 
 
-def _call(rank: int, door: Door) -> socket.socket:
-    link = socket.create_connection((door.address, door.port), timeout=CONNECT_S)
-    link.sendall(_HELLO.pack(rank, bytes.fromhex(door.token)))
+def _call(rank: int, to: LinkAddress) -> socket.socket:
+    link = socket.create_connection((to.address, to.port), timeout=CONNECT_S)
+    link.sendall(_HELLO.pack(rank, bytes.fromhex(to.token)))
     return link
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from paceline.forks import tell_children
 from paceline.liveness.deaths import Deaths
 from paceline.liveness.identity import Identity, describe_process, open_pidfd
-from paceline.liveness.links import Door, Listener, is_unreachable, make_links
+from paceline.liveness.links import LinkAddress, Listener, is_unreachable, make_links
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ class Roster:
     def _link(self, gather: Gather, remote: list[int]) -> None:
         listener = Listener()
         try:
-            doors = [Door.from_json(value) for value in gather(listener.door.to_json())]
-            self._links = make_links(self._rank, doors, remote, listener)
+            addresses = [LinkAddress.from_json(each) for each in gather(listener.where.to_json())]
+            self._links = make_links(self._rank, addresses, remote, listener)
             tell_children(self)
         finally:
             listener.close()
@@ -104,7 +104,7 @@ class Roster:
                 self._note(Identity.from_json(json.loads(word), rank))
         return [rank for rank in unknown if rank not in self._known]
 
-    def settle(self, rank: int) -> int:
+    def agree_on_first(self, rank: int) -> int:
         """Before all have met: agree on which rank was lost first, and return it.
 
         A rank says so before it raises, and ends: whoever sees that one gone finds the word.

@@ -9,61 +9,31 @@ always notice: a rank that has raised, and lives, keeps the others waiting. So a
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-import torch
-import torch.distributed as dist
-
-from paceline.config import BACKEND_NAME
 from paceline.errors import CollectiveError, PacelineError, PeerFailedError, PeerLostError
-from paceline.forks import finalize_here
-from paceline.liveness.identity import Identity
-from paceline.liveness.links import SILENCE_S
+from paceline.liveness.lost_peers import SLICE_S, LostPeers
 from paceline.liveness.roster import Gather, Roster
-from paceline.torch_private import group_store
+from paceline.liveness.wait_guard import GRACE_S, ONE_WAY_GRACE_S, WaitGuard
 
 T = TypeVar("T")
-logger = logging.getLogger("paceline")
 
-SLICE_S = 0.1
 POLL_S = 0.001
 _SLICE = timedelta(seconds=SLICE_S)
-GRACE_S = 0.5
-"""What a dead rank has sent may still be on its way; gloo's own error mostly comes first."""
-
-ONE_WAY_GRACE_S = 5.0
-"""Of a broadcast: its source may be done, and end in good order, long before the others."""
-
-DEATH_WAIT_S = 1.0
-"""A connection closes a little before its process has ended."""
-
-UNKNOWN_WAIT_S = 0.5
-"""The same where one rank has not said yet who it is, so that its end cannot be seen: it is meant
-if none of the others is seen to end."""
-
-LOG_AFTER_S = 10.0
-"""A wait is on the log after this long, then after twice as long, and so on."""
-
-_NAMED = 8  # ranks in one line of the log
-_WAITS_IN_SLICES = ("gloo", BACKEND_NAME)
-NO_LONGER = "The group cannot be used any more; make a new one."
 
 
 class Watch:
-    """Watches the ranks of one group. Made by :func:`watch_of`.
+    """Watches the ranks of one group. Made by :func:`paceline.liveness.watch_of`.
 
     Attributes:
         rank: This one, in the group.
         roster: Who the ranks are.
-        tell_end: Says, where that is known, how a rank ended, or the one because of which it did.
+        lost_peers: Names the rank that is gone.
 
     Args:
         store: Of the group.
@@ -84,11 +54,10 @@ class Watch:
     ) -> None:
         self.rank = rank
         self._has_slices = has_slices
-        self._keeper = keeper
         self._attempts = 0
         self._is_attempting = False
-        self.tell_end: Callable[[int], tuple[int, str] | None] = lambda _rank: None
         self.roster = Roster(store, rank, world)
+        self.lost_peers = LostPeers(self.roster, rank, keeper)
 
     def meet(self, gather: Gather) -> None:
         """Learn who the ranks are, once. Collective over the group, the first time."""
@@ -152,7 +121,7 @@ class Watch:
         if not self._has_slices:
             self._wait_plainly(what, work)
             return
-        patience = Patience(self, what, ONE_WAY_GRACE_S if one_way else GRACE_S)
+        guard = WaitGuard(self, what, ONE_WAY_GRACE_S if one_way else GRACE_S)
         while True:
             try:
                 work.wait(_SLICE)
@@ -161,7 +130,7 @@ class Watch:
                 if work.is_completed():
                     self._wait_plainly(what, work)
                     return
-                patience.look(error)
+                guard.check(error)
 
     def wait_future(self, what: str, future: Any, timeout_s: float) -> bool:
         """Wait until a future is done, well or not; say whether it is.
@@ -173,12 +142,12 @@ class Watch:
             return True
         is_done = threading.Event()
         future.add_done_callback(lambda _: is_done.set())
-        patience = Patience(self, what, GRACE_S)
+        guard = WaitGuard(self, what)
         until_s = time.monotonic() + timeout_s
         while not is_done.wait(SLICE_S):
             if time.monotonic() > until_s:
                 return False
-            patience.look(None)
+            guard.check()
         return True
 
     def wait_until(self, what: str, is_so: Callable[[], bool], timeout: timedelta) -> bool:
@@ -187,7 +156,7 @@ class Watch:
         Raises:
             PeerLostError: A rank has died, and it is not so soon after.
         """
-        patience = Patience(self, what, GRACE_S)
+        guard = WaitGuard(self, what)
         pause_s = POLL_S
         until_s = time.monotonic() + timeout.total_seconds()
         while not is_so():
@@ -196,7 +165,7 @@ class Watch:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, SLICE_S)
             if pause_s == SLICE_S:
-                patience.look(None)
+                guard.check()
         return True
 
     def call(self, what: str, function: Callable[[], T]) -> T:
@@ -217,17 +186,21 @@ class Watch:
                 outcome.put((None, error))
 
         threading.Thread(target=run, name="paceline-call", daemon=True).start()
-        patience = Patience(self, what, GRACE_S)
+        guard = WaitGuard(self, what)
         while True:
             with contextlib.suppress(queue.Empty):
                 value, error = outcome.get(timeout=SLICE_S)
                 break
-            patience.look(None)
+            guard.check()
         if isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
             raise self.error(what, error) from error
         if error is not None:
             raise error
         return cast(T, value)
+
+    def error(self, what: str, cause: BaseException) -> CollectiveError:
+        """Say why a collective failed; wait a moment for a death to be seen."""
+        return self.lost_peers.error(what, cause)
 
     def _wait_plainly(self, what: str, work: Any) -> None:
         try:
@@ -236,166 +209,3 @@ class Watch:
             raise
         except RuntimeError as error:
             raise self.error(what, error) from error
-
-    # --- who it was ----------------------------------------------------------------------------
-
-    def error(self, what: str, cause: BaseException) -> CollectiveError:
-        """Say why a collective failed; wait a moment for a death to be seen."""
-        began_s = time.monotonic()
-        suspects: list[int] = []
-        while True:
-            if not self.roster.is_complete:
-                suspects = self._suspects()
-            wait_s = UNKNOWN_WAIT_S if len(suspects) == 1 else DEATH_WAIT_S
-            left_s = began_s + wait_s - time.monotonic()
-            pause_s = left_s if self.roster.is_complete else min(left_s, SLICE_S)
-            lost = self.roster.first_lost(max(pause_s, 0.0))
-            if lost is not None:
-                return self._settled(what, lost.rank, cause)
-            if left_s <= 0:
-                break
-        if len(suspects) == 1:
-            return self._settled(what, suspects[0], cause)
-        return self._unknown(what, cause)
-
-    def _suspects(self) -> list[int]:
-        """The ranks that have not said who they are; the store's, if the store does not answer."""
-        missing = self.roster.learn_from_store()
-        if missing is not None:
-            return missing
-        if self._keeper is None or self._keeper == self.rank:
-            return []
-        return [self._keeper]
-
-    def _settled(self, what: str, rank: int, cause: BaseException | None) -> PeerLostError:
-        """Name a rank that is gone, or the one because of which it went."""
-        first = self.roster.settle(rank)
-        lost = self.roster.identity(first)
-        if lost is not None:
-            return self.lost_error(what, lost)
-        return self._never_came(what, first, cause)
-
-    def lost_error(self, what: str, lost: Identity) -> PeerLostError:
-        """Name the rank that has died."""
-        first, how = self.tell_end(lost.rank) or (lost.rank, "")
-        lost = self.roster.identity(first) or lost
-        if how:
-            why = f"{lost} {how}\n"
-        elif self.roster.is_unreachable(lost):
-            why = (
-                f"the host {lost.hostname} with {lost} has not answered for {SILENCE_S} s. Look at "
-                "the link to it, and whether it runs."
-            )
-        else:
-            why = (
-                f"{lost} has died. Look at its log, and at the kernel's for a kill for lack of "
-                "memory."
-            )
-        return PeerLostError(
-            f"Rank {self.rank}: {what} cannot be completed, because {why} {NO_LONGER}",
-            rank=lost.rank,
-            host=lost.hostname,
-            pid=lost.pid,
-            operation=what,
-        )
-
-    def _never_came(self, what: str, rank: int, cause: BaseException | None) -> PeerLostError:
-        told = f" ({_first_line(cause)})" if cause is not None else ""
-        return PeerLostError(
-            f"Rank {self.rank}: {what} cannot be completed, because rank {rank} has died before "
-            f"it said where it runs{told}. Look at its log. {NO_LONGER}",
-            rank=rank,
-            operation=what,
-        )
-
-    def _unknown(self, what: str, cause: BaseException) -> CollectiveError:
-        return CollectiveError(
-            f"Rank {self.rank}: {what} failed: {_first_line(cause)}\nNo rank is known to have "
-            "died: one may have left the group, be in another collective, or be unreachable. Look "
-            "at the logs of the other ranks; the group cannot be used further.",
-            operation=what,
-        )
-
-
-class Patience:
-    """One wait: whether a death has been seen, and since when."""
-
-    def __init__(self, watch: Watch, what: str, grace_s: float) -> None:
-        self._watch, self._what, self._grace_s = watch, what, grace_s
-        self._since_s = time.monotonic()
-        self._next_log_s = LOG_AFTER_S
-        self._seen_s: float | None = None
-
-    def look(self, cause: BaseException | None) -> None:
-        """Called after each slice: raise if a rank has died and the grace is over."""
-        roster = self._watch.roster
-        self._watch.check_attempt(self._what)
-        if not roster.is_complete:
-            roster.learn_from_store()
-        lost = roster.first_lost()
-        if lost is None:
-            self._explain()
-            return
-        now_s = time.monotonic()
-        if self._seen_s is None:
-            self._seen_s = now_s
-        # A host that is silent has nothing on its way.
-        grace_s = GRACE_S if roster.is_unreachable(lost) else self._grace_s
-        if now_s - self._seen_s >= grace_s:
-            raise self._watch._settled(self._what, lost.rank, cause) from cause
-
-    def _explain(self) -> None:
-        """Say on the log what takes so long. Over a process group nobody knows who is late."""
-        waited_s = time.monotonic() - self._since_s
-        if waited_s < self._next_log_s:
-            return
-        self._next_log_s *= 2
-        others = list(map(str, self._watch.roster.others()))
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        logger.warning(
-            "Rank %d has waited for %.0f s in %s, over its process group, for one of %s%s. None of "
-            "them is known to have died.",
-            self._watch.rank,
-            waited_s,
-            self._what,
-            ", ".join(others[:_NAMED]) or "ranks that have not said yet where they run",
-            more,
-        )
-
-
-_watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
-
-
-def watch_of(group: dist.ProcessGroup) -> Watch:
-    """Return the watch of a group; it lasts as long as the group."""
-    watch = _watches.get(group)
-    if watch is None:
-        ranks = dist.get_process_group_ranks(group)
-        # torchrun's agent keeps the store for its workers; without it, rank 0 of all does.
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        watch = Watch(
-            group_store(group),
-            group.rank(),
-            group.size(),
-            has_slices=dist.get_backend(group) in _WAITS_IN_SLICES,
-            keeper=ranks.index(0) if 0 in ranks and not by_agent else None,
-        )
-        adopt(group, watch)
-    return watch
-
-
-def adopt(group: dist.ProcessGroup, watch: Watch) -> None:
-    """Give a group a watch that was made for it; it is closed when the group goes."""
-    _watches[group] = watch
-    finalize_here(group, watch.roster.close)
-
-
-def gather_all(group: dist.ProcessGroup, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-    """Give every rank the tensors of all ranks, in rank order. All have one size and dtype."""
-    out = [torch.empty_like(mine) for _ in range(group.size())]
-    watch_of(group).run(what, lambda: group.allgather([out], [mine]))
-    return out
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

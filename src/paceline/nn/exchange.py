@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.liveness import watch_of
+from paceline.liveness import gather_all, watch_of
 from paceline.liveness.store import gather_by_store
-from paceline.liveness.watch import gather_all
 from paceline.torch_private import group_store, group_timeout
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from paceline.config import BACKEND_NAME, TransportChoice
 from paceline.errors import ConfigurationError, SharedMemoryError
 from paceline.liveness import watch_of
+from paceline.liveness.roster import Gather
 from paceline.native.extension import DISABLE_VARIABLE
 from paceline.shm import Refusal, connect
-from paceline.shm.attach.connect import Gather
 from paceline.shm.collectives.chunked import HEAP_BYTES
 from paceline.shm.collectives.cross_host import CHANNELS
 from paceline.transport.c10d import C10dTransport

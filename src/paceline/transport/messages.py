@@ -13,8 +13,7 @@ from itertools import groupby
 import torch
 import torch.distributed as dist
 
-from paceline.liveness import watch_of
-from paceline.liveness.watch import gather_all
+from paceline.liveness import gather_all, watch_of
 from paceline.shm import SharedGroup
 from paceline.shm.collectives.group import BLOCKING
 from paceline.shm.core.dtypes import OPS

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,12 @@ from paceline.errors import CollectiveError
 from paceline.forks import finalize_here
 from paceline.liveness import watch_of
 from paceline.shm import Connection, SharedGroup
-from paceline.shm.backend.gloo import lane_ranks
+from paceline.shm.attach.connection import describe_rank_end
 from paceline.shm.backend.work import FutureThread
-from paceline.shm.collectives.chunked import Stage
-from paceline.shm.collectives.cross_host import LaneGroup, count_lanes
+from paceline.shm.collectives.chunked import ChunkedReducer
+from paceline.shm.collectives.cross_host import CrossHostGroup, count_lanes, lane_ranks
+from paceline.shm.collectives.pending import InFlight
 from paceline.shm.core.dtypes import OPS
-from paceline.shm.diagnose.errors import tell_rank_end
 from paceline.torch_private import (
     group_timeout,
     is_profiled,
@@ -43,42 +42,29 @@ from paceline.types import Messages, Reduction
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
 
 
-class UnderWay(Protocol):
-    """A collective of the shared-memory group."""
-
-    def wait(self) -> None:
-        """Block until done, or raise."""
-
-    def is_done(self) -> bool:
-        """Never blocks."""
-
-    def done_ns(self) -> int:
-        """When it ended."""
-
-
 class ShmReduction:
     """One sum under way."""
 
-    __slots__ = ("_callback", "_is_recorded", "_under_way")
+    __slots__ = ("_callback", "_in_flight", "_is_recorded")
 
-    def __init__(self, under_way: UnderWay, is_recorded: threading.Event | None = None) -> None:
-        self._under_way = under_way
+    def __init__(self, in_flight: InFlight, is_recorded: threading.Event | None = None) -> None:
+        self._in_flight = in_flight
         self._is_recorded = is_recorded
         self._callback: Callable[[int], None] | None = None
 
     def wait(self) -> None:
         """Block until the sum is in the buffer, or raise a CollectiveError that names the rank."""
-        self._under_way.wait()
+        self._in_flight.wait()
         if self._is_recorded is not None:
             # Whoever waits may stop the profiler next, which must not happen inside of an event.
             self._is_recorded.wait()
         callback, self._callback = self._callback, None
         if callback is not None:
-            callback(self._under_way.done_ns())
+            callback(self._in_flight.done_ns())
 
     def is_done(self) -> bool:
         """Poll."""
-        return self._under_way.is_done()
+        return self._in_flight.is_done()
 
     def on_done(self, callback: Callable[[int], None]) -> None:
         """Tell, inside of :meth:`wait`, when it was done: the native thread runs no Python."""
@@ -133,26 +119,28 @@ class ShmTransport:
         self._c10d = C10dTransport(group)
         self.messages: Messages = self._c10d.messages
         self._arena = connection.arena
-        connection.watch.queries.subject = weakref.ref(group)
+        connection.monitor.queries.subject = weakref.ref(group)
         self._status = connection.status
         self._group: SharedGroup | None = None
-        self._stage: Stage | None = None
+        self._reducer: ChunkedReducer | None = None
         ranks, hosts = len(connection.members), len(connection.hosts)
         if hosts == 1:
             self.name = "shm"
             self.reason = f"{ranks} ranks share the memory of one host"
             self._group = SharedGroup(connection, 0, timeout_s)
             self.messages = SharedMessages(SharedGroup(connection, 1, timeout_s), group)
-            part: SharedGroup | LaneGroup = self._group
+            part: SharedGroup | CrossHostGroup = self._group
         else:
             self.name = f"shm+{self._c10d.name}"
             lanes = count_lanes(connection)
             self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
             lane = _make_lane(connection, group, timeout)
-            part = LaneGroup(connection, lane, timeout_s, watch_of(group))
-            self._stage = Stage(part)
+            part = CrossHostGroup(connection, lane, timeout_s, watch_of(group))
+            self._reducer = ChunkedReducer(part)
         # The watch lasts as long as the group, and must not keep this memory.
-        watch_of(group).tell_end = functools.partial(tell_rank_end, weakref.ref(connection))
+        watch_of(group).lost_peers.describe_end = functools.partial(
+            describe_rank_end, weakref.ref(connection)
+        )
         self._futures = FutureThread()
         self._finalizer = finalize_here(self, _close, part, connection, self._futures)
 
@@ -171,18 +159,18 @@ class ShmTransport:
         if not is_profiled():
             return ShmReduction(self._start(flat))
         with record_inputs("c10d::allreduce_", [flat]):
-            under_way = self._start(flat)
-            return ShmReduction(under_way, self._record(under_way))
+            in_flight = self._start(flat)
+            return ShmReduction(in_flight, self._record(in_flight))
 
-    def _start(self, flat: torch.Tensor) -> UnderWay:
-        under_way: UnderWay
+    def _start(self, flat: torch.Tensor) -> InFlight:
+        in_flight: InFlight
         if self._group is not None:
             sum_up = self._group.all_reduce if flat.is_complex() else self._group.start_all_reduce
-            under_way = sum_up(flat, SUM)
+            in_flight = sum_up(flat, SUM)
         else:
-            assert self._stage is not None
-            under_way = self._stage.start(flat)
-        return under_way
+            assert self._reducer is not None
+            in_flight = self._reducer.start(flat)
+        return in_flight
 
     def start_last(self, flat: torch.Tensor) -> Reduction:
         """Leave a small sum to the thread that waits for it: to wake another one costs more."""
@@ -194,14 +182,14 @@ class ShmTransport:
         """Gather the rows of all ranks, and add them up."""
         return SparseSum(self.messages, gradient)
 
-    def _record(self, under_way: UnderWay) -> threading.Event:
+    def _record(self, in_flight: InFlight) -> threading.Event:
         """Show the profiler how long a sum takes; the native thread cannot tell it."""
         future = record_until_done("shm:all_reduce")
         is_recorded = threading.Event()
 
         def end() -> None:
             with contextlib.suppress(CollectiveError):  # whoever waits for it hears of it
-                under_way.wait()
+                in_flight.wait()
             future.set_result(None)
             is_recorded.set()
 
@@ -209,7 +197,9 @@ class ShmTransport:
         return is_recorded
 
 
-def _close(part: SharedGroup | LaneGroup, connection: Connection, futures: FutureThread) -> None:
+def _close(
+    part: SharedGroup | CrossHostGroup, connection: Connection, futures: FutureThread
+) -> None:
     part.close()
     connection.close()
     futures.close()

@@ -15,10 +15,10 @@ from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import CollectiveError
+from paceline.liveness import wait_log
 from paceline.native.extension import missing_reason
-from paceline.shm.diagnose import wait_monitor as watch
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
-from paceline.shm.diagnose.thread_location import EVERYBODY, Whereabouts
+from paceline.shm.diagnose.thread_location import EVERYBODY, ThreadLocation
 from paceline.testing import run_ranks
 
 pytestmark = [
@@ -146,7 +146,7 @@ class TestOnlySlow:
 
     @staticmethod
     def impatient() -> Notes:
-        watch.LOG_AFTER_S = 1.5
+        wait_log.LOG_AFTER_S = 1.5
         return Notes()
 
     def test_a_rank_in_code_of_its_own(self) -> None:
@@ -222,8 +222,8 @@ def test_the_watch_ends_with_its_wrapper() -> None:
 class TestDecision:
     """Every condition is needed; see [Note: no false alarm]."""
 
-    ours = Whereabouts("a reduction", "a.py:1", True, "1/2", link="us/0")
-    theirs = Whereabouts("all_reduce", "b.py:1", True, "3/4", group="0", needs=EVERYBODY)
+    ours = ThreadLocation("a reduction", "a.py:1", True, "1/2", link="us/0")
+    theirs = ThreadLocation("all_reduce", "b.py:1", True, "3/4", group="0", needs=EVERYBODY)
 
     def decide(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Any:
         here = changes.pop("started_here", 5)
@@ -232,8 +232,8 @@ class TestDecision:
         monkeypatch.setattr(
             "paceline.shm.diagnose.deadlock.collectives_started", lambda group: here
         )
-        ours = Whereabouts(**{**vars(self.ours), **changes.pop("ours", {})})
-        theirs = Whereabouts(**{**vars(self.theirs), "started": 6, **changes})
+        ours = ThreadLocation(**{**vars(self.ours), **changes.pop("ours", {})})
+        theirs = ThreadLocation(**{**vars(self.theirs), "started": 6, **changes})
         awaits = theirs.link == "waits"
         return find_deadlock("us/0", {1: Evidence(theirs, ours)}, lambda link, peer: awaits)
 
@@ -266,6 +266,6 @@ class TestDecision:
         assert find_deadlock("us/0", evidence, lambda link, peer: True) is None
 
     def test_one_rank_that_moves_is_enough(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        moving = Whereabouts(place="c.py:1")
+        moving = ThreadLocation(place="c.py:1")
         evidence = {1: Evidence(self.theirs, self.ours), 2: Evidence(moving, self.ours)}
         assert find_deadlock("us/0", evidence, lambda link, peer: True) is None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.exit_reason import last_words_of
+from paceline.exit_reason import exit_reason_of
 from paceline.native.extension import missing_reason
 
 pytestmark = [
@@ -83,7 +83,7 @@ class TestWords:
 
         with pytest.raises(RuntimeError) as caught:
             fail()
-        text = last_words_of(caught.value).text
+        text = exit_reason_of(caught.value).text
         assert text.startswith("RuntimeError: second (")
         assert "after KeyError: 'first' (" in text
         assert "test_last_words.py:" in text
@@ -97,8 +97,8 @@ class TestWords:
 
         with pytest.raises(SystemExit) as caught:
             fail()
-        assert last_words_of(caught.value).text.startswith("KeyError: 'first'")
+        assert exit_reason_of(caught.value).text.startswith("KeyError: 'first'")
 
     def test_a_good_end_has_no_words(self) -> None:
-        assert last_words_of(SystemExit(0)).text == ""
-        assert last_words_of(SystemExit(3)).text == "SystemExit: 3"
+        assert exit_reason_of(SystemExit(0)).text == ""
+        assert exit_reason_of(SystemExit(3)).text == "SystemExit: 3"

@@ -14,8 +14,9 @@ import torch
 
 from paceline.native.extension import native
 from paceline.shm import BLOCKING
+from tests.shm.attach.life_jobs import caught, wait_for
 from tests.shm.crew import Seat
-from tests.shm.jobs import STAGED, SUM, caught, wait_for
+from tests.shm.jobs import STAGED, SUM
 
 DELAY_NS = 200_000_000
 PATIENCE_S = 60.0

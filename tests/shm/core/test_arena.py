@@ -1,19 +1,17 @@
-"""Segments and the heap in them: zeroed, reachable by address, given back, sealed."""
+"""The heap in a rank's segment: zeroed, reachable by address, given back."""
 
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 
-import pytest
 import torch
 
-from paceline.memory.segment import Mapping, check_segment, create_segment
-from paceline.shm.core.arena import PAGE_BYTES, Arena
+from paceline.memory.segment import Mapping, create_segment
+from paceline.shm.core.arena import ALIGNMENT_BYTES, Arena
 
-SIZE = 64 * PAGE_BYTES
-HEAP = 4 * PAGE_BYTES
+SIZE = 64 * ALIGNMENT_BYTES
+HEAP = 4 * ALIGNMENT_BYTES
 
 
 def make_mapping() -> Mapping:
@@ -56,7 +54,9 @@ class TestArena:
 
     def test_blocks_do_not_overlap(self) -> None:
         arena = make_arena()
-        tensors = [arena.allocate(n, torch.uint8) for n in (1, PAGE_BYTES, PAGE_BYTES + 1, 5)]
+        tensors = [
+            arena.allocate(n, torch.uint8) for n in (1, ALIGNMENT_BYTES, ALIGNMENT_BYTES + 1, 5)
+        ]
         for number, tensor in enumerate(tensors):
             assert tensor is not None
             tensor.fill_(number + 1)
@@ -76,7 +76,7 @@ class TestArena:
 
     def test_neighbours_that_are_freed_are_joined(self) -> None:
         arena = make_arena()
-        page = PAGE_BYTES
+        page = ALIGNMENT_BYTES
         tensors = [arena.allocate(page, torch.uint8) for _ in range((SIZE - HEAP) // page)]
         assert arena.allocate(1, torch.uint8) is None
         for first in (0, 1):  # every second one, then the others
@@ -121,35 +121,3 @@ class TestArena:
         gc.collect()
         tensor.fill_(2.0)
         assert tensor.sum() == 20.0
-
-
-class TestSegment:
-    def test_it_cannot_be_shrunk(self) -> None:
-        descriptor = create_segment("paceline-test", SIZE)
-        try:
-            with pytest.raises(PermissionError):
-                os.ftruncate(descriptor, PAGE_BYTES)
-            check_segment(descriptor, SIZE)
-        finally:
-            os.close(descriptor)
-
-    def test_what_a_peer_sends_is_checked(self) -> None:
-        descriptor = create_segment("paceline-test", SIZE)
-        plain = os.memfd_create("paceline-test", os.MFD_ALLOW_SEALING)
-        os.ftruncate(plain, SIZE)
-        try:
-            with pytest.raises(ValueError, match=f"{SIZE} bytes instead of {2 * SIZE}"):
-                check_segment(descriptor, 2 * SIZE)
-            with pytest.raises(ValueError, match="shrunk"):
-                check_segment(plain, SIZE)
-        finally:
-            os.close(descriptor)
-            os.close(plain)
-
-    def test_two_mappings_see_each_other(self) -> None:
-        descriptor = create_segment("paceline-test", SIZE)
-        one, two = Mapping(descriptor, SIZE), Mapping(descriptor, SIZE)
-        os.close(descriptor)
-        one.view(100, 1)[0] = 7
-        assert two.view(100, 1)[0] == 7
-        assert mmap.PAGESIZE == PAGE_BYTES or SIZE % mmap.PAGESIZE == 0

@@ -85,8 +85,8 @@ def test_a_torn_record_leaves_the_one_before(segment: Segment, kept: int) -> Non
 )
 def test_nonsense_is_nothing(segment: Segment, junk: bytes) -> None:
     for turn in (0, 1):
-        segment.record(1, Field.STORY, turn)[: len(junk)] = junk
-    assert segment.pages(0).read(1, Field.STORY) is None
+        segment.record(1, Field.REASON, turn)[: len(junk)] = junk
+    assert segment.pages(0).read(1, Field.REASON) is None
 
 
 def test_a_long_text_is_cut(segment: Segment) -> None:

@@ -2,7 +2,7 @@
 
 Called when a group or a wrapper is made. Every rank learns the same outcome: all of them share
 memory on their hosts, or none does and all know the same reason. What carries the words between
-ranks (a store, an inner group) is the caller's: :data:`Gather`.
+ranks (a store, an inner group) is the caller's: :data:`~paceline.liveness.roster.Gather`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from paceline.liveness.roster import Gather
 from paceline.native.extension import DISABLED, native
 from paceline.shm.attach.connection import Connection
 from paceline.shm.attach.fd_exchange import ExchangeClosedError, FdExchange
-from paceline.shm.attach.handshake import ALIGNMENT, Handshake, SharePlan, slots_bytes
+from paceline.shm.attach.handshake import Handshake, SharePlan, slots_bytes
+from paceline.shm.core.arena import aligned
 from paceline.shm.core.members import Member, by_host, describe_self
-
-Gather = Callable[[Any], list[Any]]
-"""Gives every rank what each rank says (JSON), in rank order."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def connect(
         channels: How many independent queues of collectives.
     """
     heap_offset = channels * slots_bytes()
-    arena_bytes = heap_offset + -(-heap_bytes // ALIGNMENT) * ALIGNMENT
+    arena_bytes = heap_offset + aligned(heap_bytes)
     me = describe_self(rank, arena_bytes)
     # Every rank listens before it says who it is: a peer may call at once.
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from paceline.liveness import Deaths
 from paceline.memory.segment import Mapping
 from paceline.shm.core.arena import Arena
 from paceline.shm.core.members import Member
-from paceline.shm.diagnose.status import Status
-from paceline.shm.diagnose.wait_monitor import Watch
+from paceline.shm.diagnose.status import Status, describe_end, first_cause
+from paceline.shm.diagnose.wait_monitor import WaitMonitor
 
 
 class Descriptors:
@@ -50,7 +51,7 @@ class Connection:
         arena: This rank's memory.
         cores: One native core for each channel.
         status: What the ranks of this host say about themselves.
-        watch: The thread that explains long waits.
+        monitor: The thread that explains long waits.
         pidfds: Descriptors that the cores watch; close them after the cores.
         deaths: The ranks of this host that died, by their place in ``local``, in that order.
         keep: The mappings that the cores have addresses of.
@@ -63,7 +64,7 @@ class Connection:
     arena: Arena
     cores: tuple[Any, ...]
     status: Status
-    watch: Watch
+    monitor: WaitMonitor
     pidfds: Descriptors
     deaths: Deaths
     keep: tuple[Mapping, ...]
@@ -74,7 +75,7 @@ class Connection:
 
     def close(self) -> None:
         """Leave: end the threads, close the descriptors. Tensors keep their memory."""
-        self.watch.close()
+        self.monitor.close()
         for core in self.cores:
             core.close()
         self.deaths.close()
@@ -84,3 +85,19 @@ class Connection:
         # The collector calls this before it takes anything apart: no thread of a core may still
         # work when the mappings go.
         self.close()
+
+
+def describe_rank_end(reference: weakref.ref[Connection], rank: int) -> tuple[int, str] | None:
+    """Follow a rank of the group to the one with which it began, and say how that one ended.
+
+    None for ranks of other hosts, and after the connection is closed.
+    """
+    connection = reference()
+    if connection is None or not connection.is_open():
+        return None
+    index = next((i for i, m in enumerate(connection.local) if m.rank == rank), None)
+    if index is None:
+        return None
+    index = first_cause(connection.status, connection.local, index)
+    how = describe_end(connection.status, index, connection.cores[0].row(index))
+    return connection.local[index].rank, how

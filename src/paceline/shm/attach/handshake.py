@@ -17,11 +17,11 @@ from paceline.memory.segment import Mapping, check_segment, create_segment
 from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection, Descriptors
 from paceline.shm.attach.fd_exchange import Deadline, FdExchange, FdExchangeClient
-from paceline.shm.core.arena import Arena
+from paceline.shm.core.arena import Arena, aligned
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import PAGE_BYTES, Pages
 from paceline.shm.diagnose.status import Status
-from paceline.shm.diagnose.wait_monitor import Watch
+from paceline.shm.diagnose.wait_monitor import WaitMonitor
 
 SLOT_BYTES = 1 << 20
 """Of one staging slot: large enough that meetings do not cost, small enough for the cache."""
@@ -29,7 +29,6 @@ CONNECT_TIMEOUT_S = 60.0
 # A wait spins while the peer is likely to run on another processor, else it yields.
 SPIN_NS = 20_000
 YIELDS = 8
-ALIGNMENT = 4096
 SPARE_DESCRIPTORS = 8
 """For sockets and the like, while descriptors are passed."""
 
@@ -67,7 +66,7 @@ class SharePlan:
 
     @property
     def channel_bytes(self) -> int:
-        return -(-int(native.control_bytes(len(self.local))) // ALIGNMENT) * ALIGNMENT
+        return aligned(int(native.control_bytes(len(self.local))))
 
     @property
     def pages_offset(self) -> int:
@@ -162,8 +161,8 @@ class Handshake:
         kept = tuple(fd for fd in watched if fd >= 0)
         self._owned.difference_update(kept)
         status = Status(pages)
-        watch = Watch(_key(plan.local[0]), tuple(plan.local), cores, status)
-        watch.start()
+        monitor = WaitMonitor(_key(plan.local[0]), tuple(plan.local), cores, status)
+        monitor.start()
         self.connection = Connection(
             members=plan.members,
             local=tuple(plan.local),
@@ -172,7 +171,7 @@ class Handshake:
             arena=Arena(mapped[index], plan.heap_offset),
             cores=cores,
             status=status,
-            watch=watch,
+            monitor=monitor,
             pidfds=Descriptors(kept),
             deaths=_watch_all(watched),
             keep=(mapped_control, *mapped),

@@ -91,8 +91,8 @@ class FlightRecorder:
         if name not in self._groups:
             ranks = str(list(torch.distributed.get_process_group_ranks(group)))
             self._groups[name] = {"name": name, "desc": text, "ranks": ranks}
-        outputs = list(_tensors(args[0])) if args else []
-        inputs = outputs if method in IN_PLACE else list(_tensors(args[1]))
+        outputs = list(tensors_in(args[0])) if args else []
+        inputs = outputs if method in IN_PLACE else list(tensors_in(args[1]))
         entry = Entry(
             {
                 "record_id": next(self._numbers),
@@ -137,12 +137,13 @@ class FlightRecorder:
         return not entry["is_p2p"] and entry["process_group"][0] in self._groups
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or those in lists of them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -6,7 +6,6 @@ default group yet, so that ``new_group`` cannot be called.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +22,3 @@ def make_gloo(
     """Make a gloo group over ``store``; collective over its ranks."""
     own_store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     return gloo_group(own_store, dist.ProcessGroupGloo(own_store, rank, world, timeout))
-
-
-def lane_ranks(hosts: Sequence[Sequence[int]], lane: int) -> list[int]:
-    """Return the ranks that exchange slice ``lane``: one of each host."""
-    return [host[lane] for host in hosts]

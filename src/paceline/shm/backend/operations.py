@@ -16,8 +16,8 @@ import torch.distributed as dist
 from paceline.errors import CollectiveInputError
 from paceline.shm.attach.connection import Connection
 from paceline.shm.backend.work import FutureThread, SharedWork
-from paceline.shm.collectives.chunked import Stage
-from paceline.shm.collectives.cross_host import LaneGroup
+from paceline.shm.collectives.chunked import ChunkedReducer
+from paceline.shm.collectives.cross_host import CrossHostGroup
 from paceline.shm.collectives.group import Call, SharedGroup
 from paceline.shm.collectives.pending import Pending
 from paceline.shm.core.dtypes import OPS, can_reduce
@@ -26,16 +26,22 @@ Tensors = Sequence[torch.Tensor]
 SUM = dist.ReduceOp.SUM
 
 
-class InnerOnly:
-    """What the inner group does in any case."""
+class Operations:
+    """All operations, each left to the inner group; those that a subclass has are not."""
 
-    def send(self, *_: Any, **__: Any) -> None:
-        """Point to point."""
+    def _leave_to_inner(self, *_: Any, **__: Any) -> Any:
+        """Return None."""
 
-    recv = recv_anysource = send
+    allreduce = allreduce_coalesced = reduce = _leave_to_inner
+    reduce_scatter = reduce_scatter_single = reduce_scatter_single_coalesced = _leave_to_inner
+    broadcast = gather = scatter = allgather = allgather_coalesced = _leave_to_inner
+    all_gather_single = all_gather_single_coalesced = _leave_to_inner
+    alltoall = all_to_all_single = _leave_to_inner
+    barrier = monitored_barrier = _leave_to_inner
+    send = recv = recv_anysource = _leave_to_inner
 
 
-class HostOperations(InnerOnly):
+class HostOperations(Operations):
     """All ranks on one host: everything but point to point and sparse tensors."""
 
     def __init__(self, connection: Connection, futures: FutureThread, timeout_s: float) -> None:
@@ -244,42 +250,36 @@ class HostOperations(InnerOnly):
         return list(tensor.split(sizes))
 
 
-class LaneOperations(InnerOnly):
+class CrossHostOperations(Operations):
     """Ranks on several hosts: sums go through shared memory, the rest through the inner group."""
 
-    def __init__(self, lanes: LaneGroup, futures: FutureThread) -> None:
-        self._lanes = lanes
-        self._stage = Stage(lanes)
+    def __init__(self, group: CrossHostGroup, futures: FutureThread) -> None:
+        self._group = group
+        self._reducer = ChunkedReducer(group)
         self._futures = futures
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later collectives."""
-        self._lanes.set_timeout(timeout_s)
+        self._group.set_timeout(timeout_s)
 
     def abort(self) -> None:
         """Release every waiter on this host."""
-        self._lanes.abort()
+        self._group.abort()
 
     def close(self) -> None:
         """Leave the group."""
-        self._lanes.close()
+        self._group.close()
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> SharedWork | None:
         """Sum over all ranks, in place; other operations are the inner group's."""
         if not _can_reduce(tensors, _op(opts)) or _op(opts) != OPS[SUM]:
             return None
-        work = SharedWork([self._stage.start(t) for t in tensors], list(tensors), self._futures)
+        work = SharedWork([self._reducer.start(t) for t in tensors], list(tensors), self._futures)
         if _call(opts).blocking:
             work.wait()
         return work
 
     allreduce_coalesced = allreduce
-
-    def __getattr__(self, name: str) -> Any:
-        """All other collectives are left to the inner group."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return self.send
 
 
 def _op(opts: Any) -> int:

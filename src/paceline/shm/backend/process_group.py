@@ -18,23 +18,22 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME
-from paceline.errors import GroupClosedError
 from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
 from paceline.gloo_threads import settle_gloo_at_exit
-from paceline.liveness import Watch, watch_of
+from paceline.liveness import Watch, adopt, watch_of
 from paceline.liveness.store import gather_by_store
-from paceline.liveness.watch import adopt
 from paceline.shm.attach.connect import Refusal, connect
 from paceline.shm.attach.connection import Connection
 from paceline.shm.backend.cpu_backend import CpuBackend
 from paceline.shm.backend.flight_recorder import UNRECORDED, flight_recorder
-from paceline.shm.backend.gloo import MAKING, lane_ranks, make_gloo
+from paceline.shm.backend.gloo import MAKING, make_gloo
 from paceline.shm.backend.monitored_barrier import accept_groups
-from paceline.shm.backend.operations import HostOperations, LaneOperations
+from paceline.shm.backend.operations import CrossHostOperations, HostOperations
 from paceline.shm.backend.profiling import ProfiledCall
 from paceline.shm.backend.work import FutureThread
 from paceline.shm.collectives.chunked import HEAP_BYTES
-from paceline.shm.collectives.cross_host import CHANNELS, LaneGroup, count_lanes
+from paceline.shm.collectives.cross_host import CHANNELS, CrossHostGroup, count_lanes, lane_ranks
+from paceline.shm.diagnose.errors import forked_error
 from paceline.torch_private import (
     attach_cpu_backend,
     gloo_group,
@@ -49,7 +48,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
     def method(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
         if not self._owner.is_here():
-            raise self._forked_error()
+            raise forked_error(self.rank(), self._owner.pid)
         self._started += 1
         if self._recorder is not None or is_profiled():
             return self._run_watched(name, args, kwargs)
@@ -82,7 +81,7 @@ class PacelineGroup(dist.ProcessGroup):
         self._name = self._text = ""
         self._recorder = flight_recorder()
         self._futures = FutureThread()
-        self._operations: HostOperations | LaneOperations | None = None
+        self._operations: HostOperations | CrossHostOperations | None = None
         settle_gloo_at_exit()
         accept_groups(PacelineGroup)
         watch = Watch(store, rank, world)
@@ -107,7 +106,7 @@ class PacelineGroup(dist.ProcessGroup):
             text = f"The paceline group works over gloo, not over shared memory: {found.reason}."
             warnings.warn(text, stacklevel=2)
 
-    def _make_operations(self, connection: Connection) -> HostOperations | LaneOperations:
+    def _make_operations(self, connection: Connection) -> HostOperations | CrossHostOperations:
         timeout_s = self._timeout.total_seconds()
         if len(connection.hosts) == 1:
             return HostOperations(connection, self._futures, timeout_s)
@@ -117,8 +116,8 @@ class PacelineGroup(dist.ProcessGroup):
             place, name = ranks.index(self.rank()), f"paceline/lane{connection.index}"
             make = partial(make_gloo, self._store, place, len(ranks), self._timeout, name)
             lane = watch_of(self).call(MAKING, make)
-        group = LaneGroup(connection, lane, timeout_s, watch_of(self))
-        return LaneOperations(group, self._futures)
+        group = CrossHostGroup(connection, lane, timeout_s, watch_of(self))
+        return CrossHostOperations(group, self._futures)
 
     # --- what c10d asks about a group ------------------------------------------------------------
 
@@ -176,18 +175,10 @@ class PacelineGroup(dist.ProcessGroup):
         """In a forked child: gloo's threads are not here, and its destructor waits for them."""
         keep_for_ever(self)
 
-    def _forked_error(self) -> GroupClosedError:
-        return GroupClosedError(
-            f"The group of rank {self.rank()} belongs to process {self._owner.pid} and was used in "
-            "a child that was forked from it. A child has no part in the group: make a new one in "
-            "it, or start workers with the 'spawn' or 'forkserver' method.",
-            rank=self.rank(),
-        )
-
     def abort(self) -> None:
         """Release every waiter, on all ranks of this host: they raise GroupAbortedError."""
         if not self._owner.is_here():
-            raise self._forked_error()
+            raise forked_error(self.rank(), self._owner.pid)
         if self._operations is not None:
             self._operations.abort()
 
@@ -246,7 +237,7 @@ class PacelineGroup(dist.ProcessGroup):
 
 
 def _leave(
-    operations: HostOperations | LaneOperations, connection: Connection, futures: FutureThread
+    operations: HostOperations | CrossHostOperations, connection: Connection, futures: FutureThread
 ) -> None:
     """End what is under way, then the thread that hears of it. Also when the program ends.
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
 from typing import Any
-
-import torch
 
 from paceline.errors import CollectiveError
 from paceline.shm.backend.flight_recorder import NAMES as TITLES
+from paceline.shm.backend.flight_recorder import tensors_in
 from paceline.shm.backend.work import FutureThread, SharedWork
 from paceline.torch_private import record_inputs, record_until_done
 
@@ -63,12 +61,3 @@ class ProfiledCall:
             is_recorded.set()
 
         futures.submit(end)
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among arguments, and in lists of them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)

@@ -12,24 +12,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.forks import Owner
+from paceline.shm.collectives.pending import InFlight
 
 CLOSE_PATIENCE_S = 5.0
-
-
-class Awaitable(Protocol):
-    """A collective under way."""
-
-    def wait(self, timeout_s: float = ...) -> None:
-        """Block until done, or raise."""
-
-    def is_done(self) -> bool:
-        """Never blocks."""
 
 
 class FutureThread:
@@ -98,7 +89,7 @@ class SharedWork(dist.Work):
     """One c10d operation, made of one or several collectives."""
 
     def __init__(
-        self, pendings: Sequence[Awaitable], result: list[torch.Tensor], futures: FutureThread
+        self, pendings: Sequence[InFlight], result: list[torch.Tensor], futures: FutureThread
     ) -> None:
         super().__init__()
         self._pendings = pendings
@@ -132,8 +123,8 @@ class SharedWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Say whether it is over, well or not."""
-        return all(pending.is_done() for pending in self._pendings)
+        """Say whether it is over, well or not. If well, the results are in the tensors."""
+        return all(pending.try_finish() for pending in self._pendings)
 
     def is_success(self) -> bool:
         """Say whether it ended well."""

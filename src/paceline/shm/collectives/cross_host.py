@@ -15,15 +15,18 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveTimeoutError, GroupAbortedError
 from paceline.liveness import Watch
-from paceline.liveness.watch import GRACE_S, SLICE_S, Patience
+from paceline.liveness.lost_peers import SLICE_S
+from paceline.liveness.wait_guard import WaitGuard
 from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection
 from paceline.shm.collectives.group import SharedGroup
@@ -32,8 +35,8 @@ from paceline.shm.collectives.pending import Pending
 ACROSS = "all_reduce over hosts"
 UNFINISHED = "The sum over several hosts is not done yet. It goes on: wait for it once more."
 CLOSE_PATIENCE_S = 5.0
-"""How long :meth:`LaneGroup.close` waits for a lane that waits for another host. The thread is a
-daemon, and ends with the lane's own time-out at the latest."""
+"""How long :meth:`CrossHostGroup.close` waits for a lane that waits for another host. The thread is
+a daemon, and ends with the lane's own time-out at the latest."""
 CHANNELS = 2
 """What a connection for lanes needs."""
 
@@ -43,16 +46,33 @@ def count_lanes(connection: Connection) -> int:
     return min(len(host) for host in connection.hosts)
 
 
+def lane_ranks(hosts: Sequence[Sequence[int]], lane: int) -> list[int]:
+    """Return the ranks that exchange slice ``lane``: one of each host."""
+    return [host[lane] for host in hosts]
+
+
 @dataclass
-class LaneReduction:
-    """One all-reduce on its way through the hosts."""
+class CrossHostReduction:
+    """One all-reduce on its way through the hosts.
+
+    Attributes:
+        tensor: In the arena.
+        copy_of: What the tensor was copied from, and is copied back to; None: nothing, or done.
+        reduced: The sum inside of this host.
+        watch: Of the whole group.
+        shared: The last step inside of this host.
+        error: Why there is no last step.
+        is_submitted: The last step has begun, or never will.
+    """
 
     tensor: torch.Tensor
+    copy_of: torch.Tensor | None
     reduced: Pending
     watch: Watch
     shared: Pending | None = None
     error: BaseException | None = None
     is_submitted: threading.Event = field(default_factory=threading.Event)
+    _lock: Any = field(default_factory=threading.RLock)
 
     def wait(self, timeout_s: float = -1.0) -> None:
         """Block until the sum over all hosts is in the tensor.
@@ -69,13 +89,17 @@ class LaneReduction:
             self.shared.wait(timeout_s)
         except GroupAbortedError as error:
             raise self._explain(error) from error
+        with self._lock:
+            target, self.copy_of = self.copy_of, None
+            if target is not None:
+                target.copy_(self.tensor)
 
     def _explain(self, error: BaseException) -> BaseException:
         """A lane of this host may have given up because a rank of another host is gone."""
         if not isinstance(error, GroupAbortedError):
             return error
         lost = self.watch.roster.first_lost()
-        return error if lost is None else self.watch.lost_error(ACROSS, lost)
+        return error if lost is None else self.watch.lost_peers.lost_error(ACROSS, lost)
 
     def is_done(self) -> bool:
         """Never blocks."""
@@ -88,7 +112,7 @@ class LaneReduction:
         return self.shared.done_ns() if self.shared is not None else 0
 
 
-class LaneGroup:
+class CrossHostGroup:
     """Sums tensors of the arena over several hosts.
 
     Args:
@@ -110,14 +134,23 @@ class LaneGroup:
         self._share = SharedGroup(connection, 1, timeout_s)
         self._lanes = count_lanes(connection)
         self._lane = lane
-        self._queue: queue.SimpleQueue[LaneReduction | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[CrossHostReduction | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.arena = connection.arena
 
-    def all_reduce(self, tensor: torch.Tensor) -> LaneReduction:
-        """Begin to sum a flat tensor of the arena over all ranks of all hosts, in place."""
+    def all_reduce(
+        self, tensor: torch.Tensor, copy_of: torch.Tensor | None = None
+    ) -> CrossHostReduction:
+        """Begin to sum a flat tensor of the arena over all ranks of all hosts, in place.
+
+        Args:
+            tensor: In the arena.
+            copy_of: Sum this one instead, by way of ``tensor``.
+        """
+        if copy_of is not None:
+            tensor.copy_(copy_of)
         reduced = self._reduce.reduce_lanes(tensor, self._lanes)
-        reduction = LaneReduction(tensor, reduced, self._watch)
+        reduction = CrossHostReduction(tensor, copy_of, reduced, self._watch)
         if self._thread is None:
             self._make_thread()
         self._queue.put(reduction)
@@ -161,7 +194,7 @@ class LaneGroup:
 
     def _wait_reduced(self, reduced: Pending) -> None:
         """Wait for the ranks of this host: one may have raised because another host is gone."""
-        patience = Patience(self._watch, ACROSS, GRACE_S)
+        guard = WaitGuard(self._watch, ACROSS)
         while True:
             try:
                 reduced.wait(SLICE_S)
@@ -169,7 +202,7 @@ class LaneGroup:
             except CollectiveTimeoutError:
                 if reduced.is_done():
                     raise
-                patience.look(None)
+                guard.check()
 
     def _cross(self, tensor: torch.Tensor) -> None:
         """Sum this rank's slice over the hosts."""

@@ -24,7 +24,7 @@ from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection
 from paceline.shm.collectives.pending import FORKED, Pending
 from paceline.shm.core.dtypes import DTYPES, describe_request, real_view
-from paceline.shm.diagnose.errors import Witness, closed_error, error_for, forked_error
+from paceline.shm.diagnose.errors import ChannelView, closed_error, forked_error, operation_error
 
 NOT_IN_ARENA = native.NOT_IN_ARENA if native is not None else 0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -59,8 +59,9 @@ class SharedGroup:
         self._is_closed = False
         self._owner = Owner()
         self.timeout_s = timeout_s
-        self.link = f"{connection.watch.key}/{channel}"
+        self.link = f"{connection.monitor.key}/{channel}"
         self.index = connection.index
+        self._me = connection.local[connection.index]
         self.world = len(connection.local)
         self.arena = connection.arena
 
@@ -204,7 +205,7 @@ class SharedGroup:
             return
         self._is_closed = True
         with self._lock:
-            if not all(pending.is_done() for pending in self._in_flight):
+            if not all(pending.try_finish() for pending in self._in_flight):
                 self.arena.retire()  # peers may be at work in it
         self._core.close()
         self._in_flight.clear()
@@ -254,11 +255,11 @@ class SharedGroup:
     def _hand_in(self, begin: Callable[..., Any], *arguments: Any) -> Any:
         """Call ``start`` or ``run`` of the core."""
         if self._is_closed:
-            raise closed_error(self._connection.local, self.index)
+            raise closed_error(self._me.rank)
         try:
             return begin(*arguments)
         except native.ForkedError:
-            raise forked_error(self._connection.local, self.index) from None
+            raise forked_error(self._me.rank, self._me.pid) from None
         except KeyboardInterrupt:
             self.arena.retire()
             raise
@@ -269,35 +270,35 @@ class SharedGroup:
         try:
             yield
         except native.ForkedError:
-            raise forked_error(self._connection.local, self.index) from None
+            raise forked_error(self._me.rank, self._me.pid) from None
 
     def _remember(self, pending: Pending) -> None:
         """Keep tensors alive for callers who start a collective and forget it.
 
         A blocking one too: it may have been queued behind others, and its wait be interrupted.
         """
-        if not self._in_flight and pending.is_done():
+        if not self._in_flight and pending.try_finish():
             return
         with self._lock:
             self._in_flight.append(pending)
-            while self._in_flight and self._in_flight[0].is_done():
+            while self._in_flight and self._in_flight[0].try_finish():
                 self._in_flight.popleft()
 
     def _judge(self, pending: Pending, status: int) -> CollectiveError:
         what = describe_request(pending.operation.request())
         if status == FORKED or not self._owner.is_here():
-            return forked_error(self._connection.local, self.index)
+            return forked_error(self._me.rank, self._me.pid)
         if status == native.STATUS_PENDING:
-            rank = self._connection.local[self.index].rank
+            rank = self._me.rank
             text = f"Rank {rank}: {what} is not done yet. It goes on: wait for it once more."
             return CollectiveTimeoutError(text, rank=rank, missing=(), operation=what)
         if status in (native.STATUS_BROKEN, native.STATUS_SHUT):
             self.arena.retire()
         connection = self._connection
-        witness = Witness(
+        view = ChannelView(
             self._core, connection.local, self.index, connection.status, connection.deaths
         )
-        return error_for(witness, pending.operation)
+        return operation_error(view, pending.operation)
 
 
 class _Buffers:

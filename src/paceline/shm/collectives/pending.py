@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _thread import RLock  # that of threading is a function of Python's, and takes twice as long
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,29 @@ from paceline.native.extension import native
 FORKED = -1
 """A status beside the core's: this process is a child of the one that began the operation."""
 Judge = Callable[["Pending", int], CollectiveError]
+
+
+class InFlight(Protocol):
+    """A collective under way, on one host or over several."""
+
+    def wait(self, timeout_s: float = ...) -> None:
+        """Block until the results are in the tensors.
+
+        Raises:
+            CollectiveError: If it failed, or did not end within ``timeout_s``.
+        """
+
+    def is_done(self) -> bool:
+        """Say whether :meth:`wait` would wait for no other rank. Never blocks."""
+
+    def try_finish(self) -> bool:
+        """If it is done, bring the results to the tensors; say whether it is.
+
+        Waits for no rank, but copies, or waits for a thread that does.
+        """
+
+    def done_ns(self) -> int:
+        """When it ended, as ``time.perf_counter_ns`` counts; 0 before."""
 
 
 class Pending:
@@ -35,25 +58,22 @@ class Pending:
         self._lock = RLock()
 
     def is_done(self) -> bool:
-        """Say whether :meth:`wait` would return at once. If it ended well, the results are there.
+        """See :class:`InFlight`."""
+        return bool(self.operation.status() != native.STATUS_PENDING)
 
-        Never blocks.
-        """
+    def try_finish(self) -> bool:
+        """See :class:`InFlight`."""
         status = self.operation.status()
         if status == native.STATUS_OK:
-            self._settle()
+            self._finish()
         return bool(status != native.STATUS_PENDING)
 
     def done_ns(self) -> int:
-        """When it ended, as ``time.perf_counter_ns`` counts; 0 before."""
+        """See :class:`InFlight`."""
         return int(self.operation.ended_ns()) if self.is_done() else 0
 
     def wait(self, timeout_s: float = -1.0) -> None:
-        """Block until the results are there; for ever, by default: the operation has a deadline.
-
-        Raises:
-            CollectiveError: If it failed, or did not end within ``timeout_s``.
-        """
+        """See :class:`InFlight`. For ever, by default: the operation has a deadline."""
         status = self.operation.status()
         if status == native.STATUS_PENDING:
             try:
@@ -62,9 +82,9 @@ class Pending:
                 raise self._judge(self, FORKED) from None
         if status != native.STATUS_OK:
             raise self._judge(self, status)
-        self._settle()
+        self._finish()
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         """Bring results to tensors that the core could not write to itself; let go of all. Once.
 
         Whoever comes meanwhile waits for the copies, too.

@@ -15,7 +15,12 @@ import torch
 
 from paceline.memory.segment import Mapping
 
-PAGE_BYTES = 4096
+ALIGNMENT_BYTES = 4096
+
+
+def aligned(size_bytes: int) -> int:
+    """Round up to whole pages of the system."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Block:
@@ -50,8 +55,7 @@ class Arena:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a flat tensor of zeros, or None if the heap has no room for it."""
-        wanted_bytes = max(numel * dtype.itemsize, 1)
-        size_bytes = -(-wanted_bytes // PAGE_BYTES) * PAGE_BYTES
+        size_bytes = aligned(max(numel * dtype.itemsize, 1))
         offset = self._take(size_bytes)
         if offset is None:
             return None

@@ -1,4 +1,4 @@
-"""How torch's dtypes and reduce operations are called in the native core."""
+"""How torch's dtypes and operations are called in the native core, and its records in words."""
 
 from __future__ import annotations
 

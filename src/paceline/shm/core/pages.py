@@ -47,7 +47,7 @@ class Field(enum.IntEnum):
     ANSWER = 1
     """What the rank is doing, written when somebody rings its doorbell."""
 
-    STORY = 2
+    REASON = 2
     """Why this rank ended the group, where the native verdict has no words for it."""
 
 

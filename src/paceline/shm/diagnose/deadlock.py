@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.shm.diagnose.thread_location import EVERYBODY, Whereabouts
+from paceline.shm.diagnose.thread_location import EVERYBODY, ThreadLocation
 from paceline.torch_private import collectives_started, default_group_or_none, group_named
 
 
@@ -31,8 +31,8 @@ from paceline.torch_private import collectives_started, default_group_or_none, g
 class Evidence:
     """Where a missing rank and this rank were, at one look; None: that thread has ended."""
 
-    theirs: Whereabouts | None
-    ours: Whereabouts | None
+    theirs: ThreadLocation | None
+    ours: ThreadLocation | None
 
 
 def find_deadlock(
@@ -69,7 +69,7 @@ def _is_stuck(each: Evidence, link: str) -> bool:
     )
 
 
-def _needs_us(theirs: Whereabouts) -> bool:
+def _needs_us(theirs: ThreadLocation) -> bool:
     """Say whether a call of a c10d group that is not Paceline's needs this rank, and has not it."""
     group, everybody = group_named(theirs.group), default_group_or_none()
     if group is None or everybody is None:

@@ -7,11 +7,10 @@ well. Must not wait for anybody.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.errors import (
     CollectiveError,
@@ -22,20 +21,16 @@ from paceline.errors import (
     PeerLostError,
 )
 from paceline.liveness import Deaths
+from paceline.liveness.lost_peers import NO_LONGER
 from paceline.native.extension import native
 from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import Field, printable
-from paceline.shm.diagnose.status import Status, first_cause, tell_end
-
-if TYPE_CHECKING:
-    from paceline.shm.attach.connection import Connection
-
-NO_LONGER = "The group cannot be used any more; make a new one."
+from paceline.shm.diagnose.status import Status, describe_end, first_cause
 
 
 @dataclass(frozen=True)
-class Witness:
+class ChannelView:
     """What a rank knows about a channel and the ranks in it.
 
     Attributes:
@@ -58,31 +53,31 @@ class Witness:
         return self.members[self.index].rank
 
 
-def error_for(witness: Witness, operation: Any) -> CollectiveError:
+def operation_error(view: ChannelView, operation: Any) -> CollectiveError:
     """Say why a native operation failed."""
     status = operation.status()
     what = describe_request(operation.request())
-    me = witness.rank
+    me = view.rank
     if status == native.STATUS_MISMATCH:
-        return _mismatch(witness.members, witness.index, operation, what)
+        return _mismatch(view.members, view.index, operation, what)
     if status == native.STATUS_SHUT:
         text = f"Rank {me}: {what} was given up, because this rank destroyed the group meanwhile."
         return GroupClosedError(text, rank=me, operation=what)
-    return verdict_error(witness, what)
+    return group_over_error(view, what)
 
 
-def verdict_error(witness: Witness, what: str) -> CollectiveError:
+def group_over_error(view: ChannelView, what: str) -> CollectiveError:
     """Say why the group is over, and that ``what`` cannot be done."""
-    core, members, index, me = witness.core, witness.members, witness.index, witness.rank
+    core, members, index, me = view.core, view.members, view.index, view.rank
     end, by, about = core.verdict()
     if end == native.END_LOST:
-        return lost_error(witness, about, what)
+        return lost_error(view, about, what)
     if end == native.END_TIMEOUT:
         return _timed_out(core, members, me, by, about, what)
     if end == native.END_DAMAGED:
         return _damaged(me, what)
     if end == native.END_MISMATCH:
-        return _deadlocked(witness, by, about, what)
+        return _deadlocked(view, by, about, what)
     who = "this rank" if by == index else _name(members[by])
     text = (
         f"Rank {me}: {what} was given up, because the group was aborted by {who} "
@@ -91,11 +86,11 @@ def verdict_error(witness: Witness, what: str) -> CollectiveError:
     return GroupAbortedError(text, rank=members[by].rank, operation=what)
 
 
-def _deadlocked(witness: Witness, by: int, about: int, what: str) -> CollectiveMismatchError:
-    value = witness.status.pages.read(by, Field.STORY) or {}
-    story = printable(value.get("text", "")) or "ranks are in different collectives."
-    text = f"Rank {witness.rank}: {what} cannot be completed: {story} {NO_LONGER}"
-    return CollectiveMismatchError(text, rank=witness.members[about].rank, operation=what)
+def _deadlocked(view: ChannelView, by: int, about: int, what: str) -> CollectiveMismatchError:
+    value = view.status.pages.read(by, Field.REASON) or {}
+    why = printable(value.get("text", "")) or "ranks are in different collectives."
+    text = f"Rank {view.rank}: {what} cannot be completed: {why} {NO_LONGER}"
+    return CollectiveMismatchError(text, rank=view.members[about].rank, operation=what)
 
 
 def _damaged(me: int, what: str) -> CollectiveError:
@@ -107,57 +102,39 @@ def _damaged(me: int, what: str) -> CollectiveError:
     return CollectiveError(text, rank=me, operation=what)
 
 
-def forked_error(members: Sequence[Member], index: int) -> GroupClosedError:
+def forked_error(rank: int, pid: int) -> GroupClosedError:
     """Say that a group does not survive a fork."""
-    me = members[index]
     return GroupClosedError(
-        f"The group of rank {me.rank} belongs to process {me.pid} and was used in a child that "
-        "was forked from it. A child has no part in the group: make a new one in it, or start "
-        "workers with the 'spawn' or 'forkserver' method.",
-        rank=me.rank,
+        f"The group of rank {rank} belongs to process {pid} and was used in a child that was "
+        "forked from it. A child has no part in the group: make a new one in it, or start workers "
+        "with the 'spawn' or 'forkserver' method.",
+        rank=rank,
     )
 
 
-def closed_error(members: Sequence[Member], index: int) -> GroupClosedError:
+def closed_error(rank: int) -> GroupClosedError:
     """Say that a group was used after its end."""
-    rank = members[index].rank
     return GroupClosedError(
         f"Rank {rank}: the group has been destroyed. Make a new one before the next collective.",
         rank=rank,
     )
 
 
-def lost_error(witness: Witness, about: int, what: str) -> PeerLostError:
+def lost_error(view: ChannelView, about: int, what: str) -> PeerLostError:
     """Say that ``what`` cannot be done without a rank that is gone, and how it came to its end.
 
     If that rank is gone because of another one, it is the other one that is named.
     """
     # The kernel knows who died first; a rank that was not killed has said why it went.
-    died = next(iter(witness.deaths.look()), about)
-    index = first_cause(witness.status, witness.members, died)
-    lost, row = witness.members[index], witness.core.row(index)
-    how = tell_end(witness.status, index, row)
+    died = next(iter(view.deaths.look()), about)
+    index = first_cause(view.status, view.members, died)
+    lost, row = view.members[index], view.core.row(index)
+    how = describe_end(view.status, index, row)
     text = (
-        f"Rank {witness.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
+        f"Rank {view.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
         f"{_doing(row)} {NO_LONGER}"
     )
     return PeerLostError(text, rank=lost.rank, host=lost.hostname, pid=lost.pid, operation=what)
-
-
-def tell_rank_end(reference: weakref.ref[Connection], rank: int) -> tuple[int, str] | None:
-    """Follow a rank of the group to the one with which it began, and say how that one ended.
-
-    None for ranks of other hosts, and after the connection is closed.
-    """
-    connection = reference()
-    if connection is None or not connection.is_open():
-        return None
-    index = next((i for i, m in enumerate(connection.local) if m.rank == rank), None)
-    if index is None:
-        return None
-    index = first_cause(connection.status, connection.local, index)
-    how = tell_end(connection.status, index, connection.cores[0].row(index))
-    return connection.local[index].rank, how
 
 
 def _timed_out(

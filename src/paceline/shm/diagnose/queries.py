@@ -17,7 +17,7 @@ from typing import Any
 from paceline.native.extension import native
 from paceline.shm.core.pages import Field, Pages, printable
 from paceline.shm.diagnose.status import Status
-from paceline.shm.diagnose.thread_location import Whereabouts, find_thread
+from paceline.shm.diagnose.thread_location import ThreadLocation, locate_thread
 from paceline.torch_private import registered_name
 
 
@@ -31,7 +31,7 @@ class Answer:
         ended_with: The exception that ended that thread, if one did.
     """
 
-    at: Whereabouts | None
+    at: ThreadLocation | None
     is_destroyed: bool
     ended_with: str = ""
 
@@ -93,7 +93,7 @@ class PeerQueries:
 
     def _answer(self) -> None:
         ident = self._cores[0].caller()
-        at = find_thread(ident)
+        at = locate_thread(ident)
         value: dict[str, Any] = {"doorbell": self._seen, "destroyed": self.is_destroyed()}
         value["at"] = None if at is None else asdict(at)
         ended_with = self._status.dead_threads.get(ident, "") if at is None else ""
@@ -109,7 +109,7 @@ class PeerQueries:
         if value is None or self._count_of(peer) == newer_than:
             return None
         try:
-            at = None if value.get("at") is None else Whereabouts.from_json(value["at"])
+            at = None if value.get("at") is None else ThreadLocation.from_json(value["at"])
         except ValueError:
             return None
         return Answer(at, value.get("destroyed") is True, printable(value.get("text", "")))

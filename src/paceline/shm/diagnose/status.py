@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline import exit_reason as last_words
-from paceline.exit_reason import LastWords
+from paceline import exit_reason
+from paceline.exit_reason import ExitReason
 from paceline.native.extension import native
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import Field, Pages, printable
@@ -52,31 +52,31 @@ class Ending:
 
 
 class Status:
-    """What the ranks of a host say about themselves; this rank's own words are written here."""
+    """What the ranks of a host say about themselves; this rank's own are written here."""
 
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
         self.dead_threads: dict[int, str] = {}
         self._has_raised = False
-        last_words.listen(self)
+        exit_reason.add_listener(self)
 
-    def hear(self, words: LastWords) -> None:
+    def on_process_exit(self, reason: ExitReason) -> None:
         """Write down how this process ends: see :class:`paceline.exit_reason.Listener`."""
-        if not words.text and self._has_raised:
+        if not reason.text and self._has_raised:
             return  # the end of the program adds nothing to the exception
-        self._has_raised |= bool(words.text)
-        how = How.EXCEPTION if words.text else How.EXIT
-        value = {"how": how.value, "pid": words.lost_pid, "at": time.monotonic_ns()}
-        self.pages.write(Field.ENDING, value | {"text": words.text})
+        self._has_raised |= bool(reason.text)
+        how = How.EXCEPTION if reason.text else How.EXIT
+        value = {"how": how.value, "pid": reason.lost_pid, "at": time.monotonic_ns()}
+        self.pages.write(Field.ENDING, value | {"text": reason.text})
 
-    def hear_of_thread(self, ident: int, words: LastWords) -> None:
+    def on_thread_exit(self, ident: int, reason: ExitReason) -> None:
         """Keep what ended a thread: it may be the one that peers wait for."""
-        self.dead_threads[ident] = words.text
+        self.dead_threads[ident] = reason.text
 
     def leave(self, error: BaseException | None) -> None:
         """This rank leaves the group, maybe because of an exception that is in flight."""
         if error is not None:
-            self.hear(last_words.last_words_of(error))
+            self.on_process_exit(exit_reason.exit_reason_of(error))
 
     def ending(self, index: int) -> Ending | None:
         """What a rank has said about its end; None if nothing, or nothing that makes sense."""
@@ -103,7 +103,7 @@ def first_cause(status: Status, members: Sequence[Member], about: int) -> int:
     return about
 
 
-def tell_end(status: Status, index: int, row: Any) -> str:
+def describe_end(status: Status, index: int, row: Any) -> str:
     """Say how a rank that is gone came to its end, and where to look further.
 
     Args:

@@ -52,7 +52,7 @@ _SHOWN = 160
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ThreadLocation:
     """What a thread is doing. Travels as JSON.
 
     Attributes:
@@ -76,7 +76,7 @@ class Whereabouts:
     needs: str = ""
 
     @classmethod
-    def from_json(cls, value: Any) -> Whereabouts:
+    def from_json(cls, value: Any) -> ThreadLocation:
         """Check what a peer said.
 
         Raises:
@@ -85,7 +85,7 @@ class Whereabouts:
         blank = cls()
         for name, default in vars(blank).items():
             if not isinstance(value, dict) or type(value.get(name)) is not type(default):
-                raise ValueError(f"a peer sent no whereabouts: {name}")
+                raise ValueError(f"a peer sent no location: {name}")
         return cls(**{name: value[name] for name in vars(blank)})
 
     def describe(self) -> str:
@@ -96,7 +96,7 @@ class Whereabouts:
         return f"in no collective, at {self.place}" if self.place else "in no code of Python's"
 
 
-def find_thread(ident: int) -> Whereabouts | None:
+def locate_thread(ident: int) -> ThreadLocation | None:
     """Say what a thread is doing; None if it has ended."""
     innermost = sys._current_frames().get(ident)
     return None if innermost is None else _describe(innermost)
@@ -112,7 +112,7 @@ def uses_c10d_elsewhere(ident: int) -> bool:
     )
 
 
-def _describe(innermost: FrameType) -> Whereabouts:
+def _describe(innermost: FrameType) -> ThreadLocation:
     frames = list(_walk(innermost))
     library = []
     for frame in frames:
@@ -127,11 +127,13 @@ def _describe(innermost: FrameType) -> Whereabouts:
     if calls:
         return _collective(innermost, calls, place, mark)
     if _is_ours(innermost):
-        return Whereabouts("a reduction of gradients", place, True, mark, _link(innermost))
-    return Whereabouts(place=place, mark=mark)
+        return ThreadLocation("a reduction of gradients", place, True, mark, _link(innermost))
+    return ThreadLocation(place=place, mark=mark)
 
 
-def _collective(innermost: FrameType, calls: list[FrameType], place: str, mark: str) -> Whereabouts:
+def _collective(
+    innermost: FrameType, calls: list[FrameType], place: str, mark: str
+) -> ThreadLocation:
     """Describe a call of torch.distributed, whose frames are given from the inside."""
     inner, outer = calls[0], calls[-1]
     name = inner.f_code.co_name
@@ -139,7 +141,7 @@ def _collective(innermost: FrameType, calls: list[FrameType], place: str, mark: 
     group = found.get("group") or default_group_or_none()
     known = registered_name(group) if group is not None else None
     is_waiting = _is_waiting(innermost) and name in _KNOWN and known is not None
-    return Whereabouts(
+    return ThreadLocation(
         call=f"torch.distributed.{outer.f_code.co_name[:_SHOWN]}",
         place=place,
         is_waiting=is_waiting,

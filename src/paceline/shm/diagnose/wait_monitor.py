@@ -12,7 +12,7 @@ asked what they do (:mod:`paceline.shm.diagnose.queries`). Then
   :mod:`paceline.shm.diagnose.deadlock`;
 * whatever else it is, the log says who waits for whom after 10, 20, 40, ... s.
 
-[Note: the watch thread]
+[Note: the monitor thread]
 It holds the native cores and the pages, never the connection, whose finalizer ends it. It ends when
 the connection is closed, and is a daemon in case that never happens. A forked child does not
 have it, and does not close it. Whoever closes in a signal handler may hold a lock of ``logging``
@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from paceline.liveness.wait_log import WaitLog
 from paceline.native.extension import native
 from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
@@ -36,40 +37,39 @@ from paceline.shm.core.pages import Field, printable
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
 from paceline.shm.diagnose.queries import Answer, PeerQueries
 from paceline.shm.diagnose.status import Status
-from paceline.shm.diagnose.thread_location import find_thread, uses_c10d_elsewhere
+from paceline.shm.diagnose.thread_location import locate_thread, uses_c10d_elsewhere
 
 logger = logging.getLogger("paceline")
 
 FIRST_LOOK_S = 0.5
 LAST_INTERVAL_S = 10.0
-LOG_AFTER_S = 10.0
 ANSWER_PATIENCE_S = 0.4
 CLOSE_PATIENCE_S = 5.0
 
 
 @dataclass
-class Wait:
+class LongWait:
     """A wait of this rank that takes long.
 
     Attributes:
         key: Channel, collective and phase: what makes it this wait.
         since_s: When the collective began (monotonic).
         interval_s: Until the next look.
-        next_log_s: When the log is told next.
+        log: When the log is told.
         last: What was found at the look before.
     """
 
     key: tuple[int, int, int]
     since_s: float
     interval_s: float = FIRST_LOOK_S
-    next_log_s: float = field(default_factory=lambda: LOG_AFTER_S)
+    log: WaitLog = field(default_factory=WaitLog)
     last: dict[int, Evidence] = field(default_factory=dict)
 
 
-class Watch:
+class WaitMonitor:
     """Looks after the waits of one connection."""
 
-    _open: ClassVar[weakref.WeakValueDictionary[str, Watch]] = weakref.WeakValueDictionary()
+    _open: ClassVar[weakref.WeakValueDictionary[str, WaitMonitor]] = weakref.WeakValueDictionary()
 
     def __init__(
         self, key: str, members: Sequence[Member], cores: Sequence[Any], status: Status
@@ -80,7 +80,7 @@ class Watch:
         self.status = status
         self.index = status.pages.index
         self.queries = PeerQueries(status, cores)
-        self._waits: dict[int, Wait] = {}
+        self._waits: dict[int, LongWait] = {}
         self._told: set[int] = set()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
@@ -104,13 +104,13 @@ class Watch:
             self._thread.join(CLOSE_PATIENCE_S)
 
     @classmethod
-    def find(cls, link: str) -> tuple[Watch, Any] | None:
-        """Return the watch and the core of a channel by its name, if this process has it."""
+    def find(cls, link: str) -> tuple[WaitMonitor, Any] | None:
+        """Return the monitor and the core of a channel by its name, if this process has it."""
         key, _, channel = link.partition("/")
-        watch = cls._open.get(key)
-        if watch is None or not channel.isdigit() or int(channel) >= len(watch.cores):
+        monitor = cls._open.get(key)
+        if monitor is None or not channel.isdigit() or int(channel) >= len(monitor.cores):
             return None
-        return watch, watch.cores[int(channel)]
+        return monitor, monitor.cores[int(channel)]
 
     def _run(self) -> None:
         timeout_s = -1.0
@@ -127,12 +127,12 @@ class Watch:
 
     def _look(self) -> float:
         """Look at all channels; return when to look again, in seconds, or -1."""
-        self._tell_story()
+        self._log_end()
         waits = [wait for c in range(len(self.cores)) if (wait := self._look_at(c)) is not None]
         self._waits = {wait.key[0]: wait for wait in waits}
         return min((wait.interval_s for wait in waits), default=-1.0)
 
-    def _look_at(self, channel: int) -> Wait | None:
+    def _look_at(self, channel: int) -> LongWait | None:
         core = self.cores[channel]
         rows = [core.row(index) for index in range(len(self.members))]
         mine = rows[self.index]
@@ -142,7 +142,7 @@ class Watch:
         key = (channel, mine.request.seq, mine.phase)
         wait = self._waits.get(channel)
         if wait is None or wait.key != key:
-            wait = Wait(key, mine.since_ns / 1e9)
+            wait = LongWait(key, mine.since_ns / 1e9)
         else:
             wait.interval_s = min(wait.interval_s * 2, LAST_INTERVAL_S)
         # One that is in this collective, too, is just slow.
@@ -154,7 +154,7 @@ class Watch:
         return wait
 
     def _judge(
-        self, wait: Wait, core: Any, missing: Sequence[int], answers: dict[int, Answer]
+        self, wait: LongWait, core: Any, missing: Sequence[int], answers: dict[int, Answer]
     ) -> bool:
         """End the group if a rank will never come; say whether that is so."""
         if not self.queries.is_destroyed():
@@ -162,7 +162,7 @@ class Watch:
                 if answer.is_destroyed:
                     core.declare(native.END_LOST, peer)
                     return True
-        ours = find_thread(core.caller())
+        ours = locate_thread(core.caller())
         evidence = {peer: Evidence(answer.at, ours) for peer, answer in answers.items()}
         last, wait.last = wait.last, evidence
         is_still = len(evidence) == len(missing) and evidence == last
@@ -190,7 +190,7 @@ class Watch:
 
     # --- telling ---------------------------------------------------------------------------------
 
-    def _declare(self, core: Any, wait: Wait, peer: int, elsewhere: str) -> None:
+    def _declare(self, core: Any, wait: LongWait, peer: int, elsewhere: str) -> None:
         """End the group, and the one in which the peer waits if that is ours too."""
         evidence = wait.last[peer]
         assert evidence.theirs is not None
@@ -205,50 +205,46 @@ class Watch:
             "some have more batches than others, train inside of `with ddp.join():`."
         )
         found = self.find(elsewhere)
-        story = {"text": text, "raises": found is not None}
-        self.status.pages.write(Field.STORY, story)
+        reason = {"text": text, "raises": found is not None}
+        self.status.pages.write(Field.REASON, reason)
         core.declare(native.END_MISMATCH, peer)
         if found is not None:
-            watch, their_core = found
-            watch.status.pages.write(Field.STORY, story)
-            by_pid = {member.pid: index for index, member in enumerate(watch.members)}
+            monitor, their_core = found
+            monitor.status.pages.write(Field.REASON, reason)
+            by_pid = {member.pid: index for index, member in enumerate(monitor.members)}
             their_core.declare(native.END_MISMATCH, by_pid[self.members[peer].pid])
         for index in range(len(self.members)):
             if index != self.index:
                 self.queries.ring(index)
 
-    def _tell_story(self) -> None:
+    def _log_end(self) -> None:
         """Write on this rank's log why a group has ended, if it is where nothing raises."""
         for channel, core in enumerate(self.cores):
             verdict = core.verdict()
             is_elsewhere = is_behind(core.row(self.index), core.row(verdict.by))
             if verdict.end == native.END_MISMATCH and is_elsewhere and channel not in self._told:
                 self._told.add(channel)
-                story = self.status.pages.read(verdict.by, Field.STORY) or {}
-                if story.get("raises") is not True:
+                reason = self.status.pages.read(verdict.by, Field.REASON) or {}
+                if reason.get("raises") is not True:
                     rank = self.members[self.index].rank
-                    logger.error("Rank %d: %s", rank, printable(story.get("text", "")))
+                    logger.error("Rank %d: %s", rank, printable(reason.get("text", "")))
 
     def _log(
         self,
-        wait: Wait,
+        wait: LongWait,
         rows: Sequence[Any],
         missing: Sequence[int],
         answers: dict[int, Answer],
     ) -> None:
         waited_s = time.monotonic() - wait.since_s
-        wait.interval_s = min(wait.interval_s, max(wait.next_log_s - waited_s, FIRST_LOOK_S))
-        if waited_s < wait.next_log_s:
-            return
-        wait.next_log_s = 2 * wait.next_log_s
-        told = "; ".join(self._describe(peer, rows[peer], answers.get(peer)) for peer in missing)
-        logger.warning(
-            "Rank %d has waited for %.0f s in %s: %s",
-            self.members[self.index].rank,
-            waited_s,
-            describe_request(rows[self.index].request),
-            told,
-        )
+        wait.interval_s = min(wait.interval_s, max(wait.log.next_s - waited_s, FIRST_LOOK_S))
+
+        def describe() -> str:
+            found = (self._describe(peer, rows[peer], answers.get(peer)) for peer in missing)
+            return ": " + "; ".join(found)
+
+        what = describe_request(rows[self.index].request)
+        wait.log.tell(self.members[self.index].rank, what, waited_s, describe)
 
     def _describe(self, peer: int, row: Any, answer: Answer | None) -> str:
         member = self.members[peer]

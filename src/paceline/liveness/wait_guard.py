@@ -1,0 +1,67 @@
+"""Ends a wait over a process group when a rank has died, and logs one that takes long.
+
+Called by :mod:`paceline.liveness.watch`, and by waits of other packages that go on in slices.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from paceline.liveness.wait_log import WaitLog
+
+if TYPE_CHECKING:
+    from paceline.liveness.watch import Watch
+
+GRACE_S = 0.5
+"""What a dead rank has sent may still be on its way; gloo's own error mostly comes first."""
+
+ONE_WAY_GRACE_S = 5.0
+"""Of a broadcast: its source may be done, and end in good order, long before the others."""
+
+_NAMED = 8  # ranks in one line of the log
+
+
+class WaitGuard:
+    """One wait: whether a death has been seen, and since when.
+
+    Args:
+        watch: Of the group.
+        what: For errors and the log.
+        grace_s: How long after a death the wait may still end well.
+    """
+
+    def __init__(self, watch: Watch, what: str, grace_s: float = GRACE_S) -> None:
+        self._watch, self._what, self._grace_s = watch, what, grace_s
+        self._since_s = time.monotonic()
+        self._log = WaitLog()
+        self._seen_s: float | None = None
+
+    def check(self, cause: BaseException | None = None) -> None:
+        """Called after each slice: raise if a rank has died and the grace is over."""
+        roster = self._watch.roster
+        self._watch.check_attempt(self._what)
+        if not roster.is_complete:
+            roster.learn_from_store()
+        lost = roster.first_lost()
+        if lost is None:
+            waited_s = time.monotonic() - self._since_s
+            self._log.tell(self._watch.rank, self._what, waited_s, self._describe)
+            return
+        now_s = time.monotonic()
+        if self._seen_s is None:
+            self._seen_s = now_s
+        # A host that is silent has nothing on its way.
+        grace_s = GRACE_S if roster.is_unreachable(lost) else self._grace_s
+        if now_s - self._seen_s >= grace_s:
+            raise self._watch.lost_peers.first_lost_error(self._what, lost.rank, cause) from cause
+
+    def _describe(self) -> str:
+        """Over a process group nobody knows who is late."""
+        others = list(map(str, self._watch.roster.others()))
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        named = ", ".join(others[:_NAMED]) or "ranks that have not said yet where they run"
+        return (
+            f", over its process group, for one of {named}{more}. "
+            "None of them is known to have died."
+        )

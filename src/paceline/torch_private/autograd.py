@@ -1,0 +1,132 @@
+"""The autograd engine: which backward runs, and what it runs in; also tensors below autograd."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.distributed import rpc
+from torch.nn.utils.stateless import _functional_call
+
+
+def will_run_node(node: Any) -> bool:
+    """Whether the running backward executes this node. Raises for a leaf that is captured."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread is running; -1 outside of any."""
+
+
+def is_inside_backward() -> bool:
+    """Whether this thread is running a backward pass."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def is_inside_functional_call() -> bool:
+    """Whether a caller runs a module with tensors that are lent to it for this call.
+
+    Nothing else tells: an ``nn.Parameter`` may be lent, too. Takes about 2 us.
+    """
+    lends = _functional_call.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is lends:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_inside_transform() -> bool:
+    """Whether this runs under torch.func.grad, vmap, or another transform of functions."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now has ended without an exception."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+_PYTHON_BACKWARDS = {BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__}
+
+
+def enclosing_backward_node() -> Any:
+    """The node, of the outermost backward, that runs this backward inside of it; None if none.
+
+    Such a node is a ``torch.autograd.Function`` whose backward calls ``backward()`` again. The
+    engine does not say; the stack of this thread does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    while frame is not None:
+        if frame.f_code in _PYTHON_BACKWARDS:
+            found = frame.f_locals["self"]
+        frame = frame.f_back
+    return found
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors, and a constant, refer to this memory."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def tensor_exchange() -> Any:
+    """The capsule with which C code asks DLPack where tensors lie; None if torch has none."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+    """Change tensors in place without autograd noticing."""
+    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
+        tuple(tensors)
+    )
+    return context
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensor by tensor, in one call."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients in a distributed autograd context: its own tensors, not copies.
+
+    Empty if the context has ended: a step whose backward raised is completed after that, for the
+    sake of the other ranks.
+    """
+    try:
+        dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
+    except RuntimeError:
+        return {}
+    return dict(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
+
+
+def current_context_id() -> int | None:
+    """The distributed autograd context that the caller is in.
+
+    Valid in a forward only: the threads of a distributed backward are in no context.
+    """
+    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        return None
+    try:
+        return int(dist_autograd._current_context()._context_id())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
+
+
+def optimizer_hook_handles(parameter: torch.Tensor) -> list[Any]:
+    """The hooks with which ``_apply_optimizer_in_backward`` would step this parameter.
+
+    Its module takes a second to import; whoever has used it has imported it.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    if module is None:
+        return []
+    return list(module.param_to_optim_hook_handle_map.get(parameter, []))

@@ -1,0 +1,108 @@
+"""Modules and wrappers of torch.nn: its DDP, join context, inputs, batch norm and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._utils import _get_device_index
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
+from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
+
+# TorchDDP is bound here, at import: torch's own tests put our class in the place of that name.
+__all__ = [
+    "BatchNormBase",
+    "BufferHookLocation",
+    "BuiltinHookType",
+    "FutureBase",
+    "JoinByMessages",
+    "MixedPrecisionConfig",
+    "TorchDDP",
+    "TorchGradBucket",
+    "cast_inputs",
+    "device_index",
+    "embedding_backward",
+    "embedding_bag_backward",
+    "embedding_bag_dense_backward",
+    "embedding_bag_forward",
+    "embedding_bag_weights_backward",
+    "knows_sync_batch_norm",
+    "move_inputs",
+]
+
+
+FutureBase: type = torch._C.Future
+"""What hooks return: ``then()`` gives a base-class future."""
+
+TorchGradBucket: type = dist.GradBucket  # type: ignore[attr-defined]
+BuiltinHookType: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+
+
+class JoinByMessages(Join):
+    """torch's join context; what a joined rank waits for first goes through ``reduce``.
+
+    Args:
+        joinables: As torch's.
+        reduce: Sums a tensor over all ranks, in place.
+        enable: As torch's.
+        throw_on_early_termination: As torch's.
+        kwargs: As torch's.
+    """
+
+    def __init__(
+        self,
+        joinables: list[Joinable],
+        reduce: Callable[[torch.Tensor], None],
+        enable: bool,
+        throw_on_early_termination: bool,
+        **kwargs: Any,
+    ) -> None:
+        self._reduce = reduce
+        super().__init__(joinables, enable, throw_on_early_termination, **kwargs)
+
+    def _get_num_nonjoined_procs(self) -> float:
+        count = torch.zeros(1, device=self._device)
+        self._reduce(count)
+        return count.item()
+
+
+def move_inputs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], target: torch.device, side_stream: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move the tensors among a forward's arguments to a device."""
+    moved, moved_kwargs = _to_kwargs(inputs, kwargs, target, side_stream)
+    return moved[0], moved_kwargs[0]
+
+
+def cast_inputs(
+    dtype: torch.dtype, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the floating-point tensors among a forward's arguments."""
+    result: tuple[tuple[Any, ...], dict[str, Any]] = _cast_forward_inputs(dtype, *inputs, **kwargs)
+    return result
+
+
+def device_index(device: Any) -> int:
+    """The index of a device given as number, string or torch.device."""
+    return int(_get_device_index(device, True))
+
+
+def knows_sync_batch_norm(device: torch.device) -> bool:
+    """Whether torch's SyncBatchNorm has kernels for a device."""
+    own: str = torch._C._get_privateuse1_backend_name()
+    return device.type in ("cuda", "hpu", "xpu", own)
+
+
+# The two halves of ``embedding_bag`` and ``embedding``, as autograd calls them. Parameter servers
+# pool many tables by one call, and need the backward for each (``ps/client/bag_pooling.py``).
+embedding_bag_forward = torch._embedding_bag
+embedding_bag_backward = torch.ops.aten._embedding_bag_backward.default
+embedding_bag_dense_backward = torch.ops.aten._embedding_bag_dense_backward.default
+embedding_bag_weights_backward = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
+embedding_backward = torch.ops.aten.embedding_backward.default
