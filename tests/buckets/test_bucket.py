@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.buckets import Bucket, GradBucket, ParameterSpec, plan_buckets
@@ -139,27 +137,6 @@ class TestHeld:
         bucket.attach(torch.zeros(bucket.total_numel))
         assert not bucket.is_held()
         assert kept is not None
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8),
-    st.integers(0, 100),
-)
-@settings(derandomize=True, deadline=None)
-def test_small_slots_are_scaled_and_large_ones_are_not(
-    shapes: list[tuple[int, int]], small_bytes: int
-) -> None:
-    """Large gradients are scaled on their way in; what came in batches is scaled run by run."""
-    bucket = attached(parameters_of(*shapes), trailer_numel=2, small_bytes=small_bytes)
-    assert bucket.flat is not None
-    bucket.flat.fill_(1)
-    bucket.scale_small(3.0)
-    for slot in bucket.slots:
-        assert slot.view is not None
-        assert slot.small == (slot.view.nbytes < small_bytes)
-        assert (slot.view == (3.0 if slot.small else 1.0)).all()
-    assert bucket.trailer is not None
-    assert bucket.trailer.tolist() == [1, 1]
 
 
 class TestGradBucket:

@@ -223,3 +223,12 @@ def check_delayable(nonfinite: str, mixed_precision: object) -> None:
             "averaged apart from the others, in the parameters' own dtype, before anybody knows "
             "whether all are finite. Leave one of the two out."
         )
+
+
+def prepare_mesh(module: torch.nn.Module, device_mesh: Any) -> None:
+    """A slice of a larger mesh means tensor parallelism inside: convert the module's parameters."""
+    if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
+        return
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    _pre_dp_module_transform(module)

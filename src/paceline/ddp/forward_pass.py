@@ -53,7 +53,7 @@ class ForwardPass:
         ddp._peers.check_process()
         if self._is_first:
             self._is_first = False
-            self._take_over_optimizers(ddp)
+            ddp._lazy_init()
         reducer = self._reducer
         if reducer is not None:
             if torch.is_grad_enabled():
@@ -72,7 +72,8 @@ class ForwardPass:
                 reducer.hooks.attach()  # [Note: exchanged data] in precision.py
         return inputs, kwargs
 
-    def _take_over_optimizers(self, ddp: DistributedDataParallel) -> None:
+    def take_over_optimizers(self, ddp: DistributedDataParallel) -> None:
+        """Let optimizers that step in the backward wait for the average."""
         if self._reducer is not None:
             self._optimizers.take_over(self._reducer.parameters)
         if ddp._delayed is not None:

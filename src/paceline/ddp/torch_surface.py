@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES
+from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES, broadcast_module
 from paceline.ddp.agree.peers import Peers
 from paceline.ddp.features.buffers import Moment, RegisteredBufferHook
+from paceline.ddp.features.join import find_common_rank
 from paceline.ddp.reduce.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
 from paceline.errors import (
     AlreadyTrainingError,
@@ -99,14 +100,6 @@ class TorchSurface(TorchDDP):
         self._ddp_sink_clone = True
         self._forwards = 0
 
-    def _prepare_mesh(self, module: torch.nn.Module) -> None:
-        """A slice of a larger mesh means tensor parallelism inside: convert its parameters."""
-        if self.device_mesh is None or self.device_mesh._get_root_mesh() == self.device_mesh:
-            return
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
-
     def _require_reducer(self, what: str) -> Reducer:
         if self.reducer is None:
             raise ConfigurationError(
@@ -118,7 +111,7 @@ class TorchSurface(TorchDDP):
     # --- pickling ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        _check_is_default(self.process_group)
+        self._check_default_group()
         state = copy.copy(self.__dict__)
         for name in _NOT_PICKLED:
             state.pop(name, None)
@@ -136,6 +129,15 @@ class TorchSurface(TorchDDP):
             p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
         ]
         self._build_parts()
+
+    def _check_default_group(self) -> None:
+        if dist.is_initialized() and self.process_group == default_group():
+            return
+        raise NotPicklableError(
+            "DDP Pickling/Unpickling are only supported when using DDP with the default process "
+            "group, because other groups cannot be found again. Save ddp.module.state_dict() "
+            "instead."
+        )
 
     # --- buffers -------------------------------------------------------------------------------
 
@@ -268,6 +270,12 @@ class TorchSurface(TorchDDP):
 
     # --- join ----------------------------------------------------------------------------------
 
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = find_common_rank(self, is_last_joiner)
+        broadcast_state(self, self._authoritative_rank, with_buffers=self.forward_sync_buffers)
+        if self.reducer is not None:
+            self.reducer.drift.forget()
+
     @property
     def join_device(self) -> torch.device:
         """Where the join context's own messages live."""
@@ -307,10 +315,9 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int) and value >= 1
 
 
-def _check_is_default(group: dist.ProcessGroup) -> None:
-    if dist.is_initialized() and group == default_group():
-        return
-    raise NotPicklableError(
-        "DDP Pickling/Unpickling are only supported when using DDP with the default process "
-        "group, because other groups cannot be found again. Save ddp.module.state_dict() instead."
+def broadcast_state(ddp: TorchSurface, source: int, *, with_buffers: bool) -> None:
+    """Give all ranks the parameters, and buffers, of one."""
+    messages, ignored = ddp._transport.messages, ddp.parameters_to_ignore
+    broadcast_module(
+        ddp.module, messages, source=source, ignored=ignored, with_buffers=with_buffers
     )

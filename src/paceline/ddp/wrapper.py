@@ -28,7 +28,6 @@ from paceline.config import (
 )
 from paceline.ddp import arguments
 from paceline.ddp.agree.attempts import tells_peers
-from paceline.ddp.agree.init_sync import broadcast_module
 from paceline.ddp.agree.peers import Peers
 from paceline.ddp.agree.weights import check_weight
 from paceline.ddp.argument_types import check_types
@@ -43,8 +42,7 @@ from paceline.ddp.features.join import (
 )
 from paceline.ddp.features.nesting import (
     find_wrappers,
-    reducers_inside,
-    weight_error,
+    weighted_reducers,
     with_weight,
     without_sync,
 )
@@ -58,7 +56,7 @@ from paceline.ddp.reduce.comm_hook import RegisteredHook, check_hook
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.ddp.reduce.step_runner import StepEnds
 from paceline.ddp.settings import Settings
-from paceline.ddp.torch_surface import TorchSurface
+from paceline.ddp.torch_surface import TorchSurface, broadcast_state
 from paceline.errors import HookAlreadyRegisteredError
 from paceline.freed_memory import keep_freed_memory
 from paceline.gloo_threads import settle_gloo_at_exit
@@ -150,7 +148,7 @@ class DistributedDataParallel(TorchSurface):
         self.device_mesh = device_mesh
         if check_reduction:
             arguments.warn_check_reduction()
-        self._prepare_mesh(module)
+        arguments.prepare_mesh(module, device_mesh)
         delayed = list(delay_all_reduce_named_params or [])
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignored | {name for name, _ in delayed}
@@ -244,13 +242,7 @@ class DistributedDataParallel(TorchSurface):
         self._transport.resolve()
         if self.reducer is not None:
             self.reducer.check_model()
-        broadcast_module(
-            self.module,
-            self._transport.messages,
-            source=0,
-            ignored=self.parameters_to_ignore,
-            with_buffers=self._settings.buffers.at_construction,
-        )
+        broadcast_state(self, 0, with_buffers=self._settings.buffers.at_construction)
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -294,6 +286,9 @@ class DistributedDataParallel(TorchSurface):
     def _abandon_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward_pass.abandon(self, inputs, kwargs)
 
+    def _lazy_init(self) -> None:
+        self._forward_pass.take_over_optimizers(self)
+
     def _will_sync(self) -> bool:
         return self.require_backward_grad_sync and torch.is_grad_enabled()
 
@@ -333,12 +328,7 @@ class DistributedDataParallel(TorchSurface):
         them.
         """
         weight = check_weight(n, self._transport.rank)
-        if self._delayed is not None:
-            raise weight_error("delayed parameters")
-        reducers = reducers_inside(self._inner, DistributedDataParallel)
-        if self.reducer is not None or not reducers:
-            reducers.append(self._require_reducer("weighted()"))
-        with with_weight(reducers, weight):
+        with with_weight(weighted_reducers(self, DistributedDataParallel), weight):
             yield
 
     def stats(self) -> DDPStats:

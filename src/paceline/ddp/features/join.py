@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from paceline.ddp.agree.init_sync import broadcast_module
 from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.features.buffers import Moment
 from paceline.ddp.reduce.reducer import Reducer
@@ -26,6 +25,7 @@ from paceline.liveness import watch_of
 from paceline.types import JoinMirror
 
 if TYPE_CHECKING:
+    from paceline.ddp.torch_surface import TorchSurface
     from paceline.ddp.wrapper import DistributedDataParallel
 
 
@@ -55,17 +55,7 @@ class DDPJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody is here: take the model of a rank that trained to the end."""
-        ddp = self.ddp
-        source = ddp._authoritative_rank = find_common_rank(ddp, is_last_joiner)
-        broadcast_module(
-            ddp.module,
-            ddp._transport.messages,
-            source=source,
-            ignored=ddp.parameters_to_ignore,
-            with_buffers=ddp.forward_sync_buffers,
-        )
-        if ddp.reducer is not None:
-            ddp.reducer.drift.forget()
+        self.ddp._sync_final_model(is_last_joiner)
         for mirror in self._mirrors:
             mirror.leave()
 
@@ -188,7 +178,7 @@ def agree_on_sync(ddp: DistributedDataParallel, wants_sync: bool, *, wait: bool 
     return flag.item() != 0
 
 
-def find_common_rank(ddp: DistributedDataParallel, is_candidate: bool) -> int:
+def find_common_rank(ddp: TorchSurface, is_candidate: bool) -> int:
     """Agree on one rank: the highest that is a candidate."""
     candidate = dist.get_rank(ddp.process_group) if is_candidate else -1
     rank = torch.tensor([candidate], device=ddp.device)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.errors import ConfigurationError
 from paceline.torch_private import TorchDDP
+
+if TYPE_CHECKING:
+    from paceline.ddp.wrapper import DistributedDataParallel
 
 
 def find_wrappers(module: torch.nn.Module) -> list[TorchDDP]:
@@ -43,20 +47,24 @@ def with_weight(reducers: Sequence[Reducer], weight: float) -> Iterator[None]:
         yield
 
 
-def reducers_inside(wrappers: Sequence[TorchDDP], ours: type[TorchDDP]) -> list[Reducer]:
-    """Return the reducers of wrappers that can be given a weight.
+def weighted_reducers(ddp: DistributedDataParallel, ours: type[TorchDDP]) -> list[Reducer]:
+    """Return the reducers that ``ddp.weighted()`` concerns: those of wrappers inside, too.
 
     Raises:
-        ConfigurationError: If one of them is none of ``ours``.
+        ConfigurationError: If gradients would be averaged without weights, by a wrapper that is
+            none of ``ours`` or because they are delayed.
     """
-    for wrapper in wrappers:
+    if ddp._delayed is not None:
+        raise _weight_error("delayed parameters")
+    for wrapper in ddp._inner:
         if not isinstance(wrapper, ours):
-            raise weight_error(f"a wrapper of {type(wrapper).__module__}")
-    reducers = [wrapper.reducer for wrapper in wrappers]
-    return [reducer for reducer in reducers if isinstance(reducer, Reducer)]
+            raise _weight_error(f"a wrapper of {type(wrapper).__module__}")
+    reducers: list[Any] = [wrapper.reducer for wrapper in (*ddp._inner, ddp)]
+    found: list[Reducer] = [reducer for reducer in reducers if isinstance(reducer, Reducer)]
+    return found or [ddp._require_reducer("weighted()")]
 
 
-def weight_error(what: str) -> ConfigurationError:
+def _weight_error(what: str) -> ConfigurationError:
     """Return the error for gradients that weighted() would not reach."""
     return ConfigurationError(
         f"weighted(): this wrapper has {what} inside, which would be averaged without weights. "

@@ -197,8 +197,8 @@ def copy_scaled(
 ) -> None:
     """``target = source * factor`` for every pair; a target may be its own source.
 
-    A single one is read and written once. Several are copied and then scaled in place, in a call
-    each: for small ones, whose calls cost more than their copies.
+    A single one is read and written once. Several are copied in one call, and then scaled in place:
+    for small ones, whose calls cost more than their copies.
     """
     if len(targets) == 1:
         _copy_one_scaled(targets[0], sources[0], factor)
@@ -206,8 +206,17 @@ def copy_scaled(
     pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t is not s]
     if pairs:
         torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
-    if targets and factor != 1.0:
+    if factor != 1.0 and targets:
+        _scale_all(targets, factor)
+
+
+def _scale_all(targets: Sequence[torch.Tensor], factor: float) -> None:
+    # On the CPU, _foreach_mul_ rounds the factor to float16 or bfloat16 first; mul_ does not.
+    if all(target.itemsize >= 4 or not target.is_cpu for target in targets):
         torch._foreach_mul_(list(targets), factor)
+        return
+    for target in targets:
+        target.mul_(factor)
 
 
 def _copy_one_scaled(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
