@@ -19,7 +19,7 @@ from paceline.ps.server import native_loop as attendant
 from paceline.ps.server.dispatch import Later
 from paceline.ps.server.native_loop import Attendant, sgd_way
 from tests.ps.protocol.test_shm_ring import Ends
-from tests.ps.state.test_small_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
+from tests.ps.state.test_plain_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
 
 pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
 

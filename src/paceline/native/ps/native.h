@@ -2,7 +2,7 @@
  *
  * Each file is one purpose with functions for Python: `plan.c` for the trainer's plan of a batch,
  * `rows.c` for the rows of a server, `pair.c` for messages in shared memory, over `ring.c`,
- * `attend.c` for a server's loop over both, `guard.c` for who may connect to it. `ps_module.c`
+ * `loop.c` for a server's loop over both, `guard.c` for who may connect to it. `ps_module.c`
  * adds them to the module. */
 #ifndef PACELINE_PS_NATIVE_H
 #define PACELINE_PS_NATIVE_H

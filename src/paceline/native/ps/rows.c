@@ -1,4 +1,4 @@
-/* The rows of a server, for Python (ps/state/small_messages.py): reads messages, copies rows; see rows.h. */
+/* The rows of a server, for Python (ps/state/plain_messages.py): reads messages, copies rows; see rows.h. */
 #include "rows.h"
 
 #include <string.h>

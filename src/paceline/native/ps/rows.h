@@ -1,7 +1,7 @@
 /* What the files for a server's rows share: a table's entry, a message, and what it asks for.
  *
- * `request.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/state/small_messages.py),
- * `attend.c` answers without Python (ps/server/native_loop.py).
+ * `check.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/state/plain_messages.py),
+ * `loop.c` answers without Python (ps/server/native_loop.py).
  *
  * [Note: addresses]
  * An *entry* is a bytearray that a Table owns (ps/state/native_table.py). Its addresses are written where the
@@ -60,7 +60,7 @@ struct pl_entry {
     uint8_t dtype;
     uint8_t is_renormed; /* rows change when they are looked up */
     uint8_t is_stepped;  /* its update depends on `step` */
-    uint8_t is_sgd;      /* float32, with no state: attend.c can do its update */
+    uint8_t is_sgd;      /* float32, with no state: loop.c can do its update */
     uint32_t columns;
     uint64_t map; /* address of int32 slots, one for each id; 0: no row is kept */
     uint64_t slots;

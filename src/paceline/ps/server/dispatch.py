@@ -31,8 +31,8 @@ from paceline.ps.server.loads import Loads
 from paceline.ps.server.refusal_log import RefusalLog
 from paceline.ps.server.save_root import SavePlace
 from paceline.ps.state.clients import Admission
+from paceline.ps.state.plain_messages import QuickPush
 from paceline.ps.state.refusal import Code, Refusal
-from paceline.ps.state.small_messages import QuickPush
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from paceline.ps.storage.faults import Place, reach

@@ -1,6 +1,6 @@
 """The part of a server's loop that needs no Python: plain messages, from ring to ring.
 
-Called by ``ps/server/loop.py`` where it would wait. ``native/ps/attend.c`` answers what it can and
+Called by ``ps/server/loop.py`` where it would wait. ``native/ps/loop.c`` answers what it can and
 returns when there is something for Python; what it cannot answer is still in the ring then.
 Journals are Python's: with one, pushes are too.
 """
@@ -14,7 +14,7 @@ import torch
 
 from paceline.native.extension import native
 from paceline.ps.server.shm_listener import Door, Visitor
-from paceline.ps.state.small_messages import Quick
+from paceline.ps.state.plain_messages import Quick
 from paceline.ps.state.store import Store
 
 _TALLY = struct.Struct("<IIQII")  # table, ids, end_ns, took_ns, is_push

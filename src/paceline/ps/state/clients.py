@@ -41,7 +41,7 @@ class Client:
         refused: How many there were, forgotten ones included.
 
     Attributes:
-        account: ``applied`` and the client, as ``native/ps/attend.c`` reads and counts them.
+        account: ``applied`` and the client, as ``native/ps/loop.c`` reads and counts them.
         is_pinned: It may push without coming by here, so it is not forgotten.
     """
 

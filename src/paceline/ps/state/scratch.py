@@ -1,6 +1,6 @@
 """Memory that the rows of a small push are gathered into, and tensors over it that are kept.
 
-Called by ``ps/state/small_messages.py``. To make a tensor costs more than to add up the numbers of
+Called by ``ps/state/plain_messages.py``. To make a tensor costs more than to add up the numbers of
 a small push, so tensors are kept for each number of lines that has come. One push at a time uses
 the memory; it is as large as the largest, for any table, and made of pages that exist once they are
 written.

@@ -24,8 +24,8 @@ from paceline.ps.protocol.wire import ALIGNMENT, Frame, Head, Kind, Message, pac
 from paceline.ps.state.clients import Admission, Clients
 from paceline.ps.state.grouped_updates import push_all
 from paceline.ps.state.meter import Meter
+from paceline.ps.state.plain_messages import Quick, QuickPush
 from paceline.ps.state.refusal import Code, Refusal
-from paceline.ps.state.small_messages import Quick, QuickPush
 from paceline.ps.state.table import Budget, Table
 from paceline.ps.state.validate import Share, checked, reply_bytes
 

@@ -3,7 +3,7 @@
  * Only for messages that are plain and perfect. All others are Python's (ps/protocol/wire.py,
  * ps/state/validate.py), which does them from their beginning and words the refusal if there is one: so
  * nothing here has a text, and nothing is accepted here that Python would refuse
- * (tests/ps/state/test_small_messages.py compares them).
+ * (tests/ps/state/test_plain_messages.py compares them).
  *
  * What is plain: sections of ROWS whose rows all have a slot, in tables without max_norm, and with
  * no gradient for a padding row. Nothing in a message is believed: counts are compared with the

@@ -1,9 +1,9 @@
 """The quick way of small messages: the native core reads and copies, torch does the arithmetic.
 
 Called by ``ps/state/store.py``, live and in replay, before anything else looks at a message. It
-takes a LOOKUP or PUSH that is plain and perfect (``native/ps/request.c`` says what that is) and
+takes a LOOKUP or PUSH that is plain and perfect (``native/ps/check.c`` says what that is) and
 leaves all others to Python, which comes to the same result
-(``tests/ps/state/test_small_messages.py``): what a message costs depends on the way, what it does
+(``tests/ps/state/test_plain_messages.py``): what a message costs depends on the way, what it does
 never. Large messages are left to Python too, where a call of numpy is cheap beside its work.
 """
 

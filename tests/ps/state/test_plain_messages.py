@@ -31,8 +31,8 @@ from paceline.ps.protocol.wire import (
 )
 from paceline.ps.server.dispatch import Handler, Later
 from paceline.ps.server.save_root import SavePlace
+from paceline.ps.state.plain_messages import MOST_BYTES, QuickPush
 from paceline.ps.state.refusal import Refusal
-from paceline.ps.state.small_messages import MOST_BYTES, QuickPush
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from tests.ps.forsaken import forsake
@@ -355,7 +355,7 @@ def test_a_fault_of_the_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("bits fell out")
 
-    monkeypatch.setattr("paceline.ps.state.small_messages.update", broken)
+    monkeypatch.setattr("paceline.ps.state.plain_messages.update", broken)
     answer = way.ask(plain(Kind.PUSH, [0]))
     assert "bits fell out" in unpack(answer).control["text"]
     assert unpack(answer).control["code"] == "internal"

@@ -1,7 +1,7 @@
 /* A server's loop over shared memory, as long as it needs no Python; see ps/server/native_loop.py.
  *
  * A message costs a server of small tables more in cold caches than in work: Python and torch have
- * been thrown out of them by the trainers meanwhile. So what is plain and perfect (request.c) is
+ * been thrown out of them by the trainers meanwhile. So what is plain and perfect (check.c) is
  * answered here, from ring to ring: a LOOKUP, and, if pushes need no journal, a PUSH to tables with
  * SGD. Everything else stays in the ring, and Python takes it from there.
  *
