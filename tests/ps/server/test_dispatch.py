@@ -205,7 +205,7 @@ def test_a_fault_of_the_server_is_said(
     def broken(*_: object) -> None:
         raise RuntimeError("bits fell out")
 
-    monkeypatch.setattr("paceline.ps.state.store.push_all", broken)
+    monkeypatch.setattr("paceline.ps.state.table.Table.push", broken)
     answer = direct.push([1])
     assert answer.control["code"] == "internal"
     assert "bits fell out" in answer.control["text"]
