@@ -27,7 +27,6 @@ from paceline.ps.protocol.wire import (
     Mode,
     Section,
     aligned,
-    pack_data,
     pack_section,
     unpack,
 )
@@ -39,6 +38,7 @@ from paceline.ps.state.plain_messages import TALLY
 from paceline.ps.state.refusal import Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
+from tests.ps.data_messages import pack_data
 from tests.ps.forsaken import forsake
 
 pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")

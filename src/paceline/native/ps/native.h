@@ -1,7 +1,7 @@
 /* What the files of the parameter servers' native core have in common.
  *
- * Each file is one purpose with functions for Python: `plan.c` for the trainer's plan of a batch,
- * `pair.c` for messages in shared memory, over `ring.c`; of a server, `update.c` for the optimizers,
+ * Each file is one purpose with functions for Python: `batch.c` and `plan.c` for a trainer's
+ * batch, `pair.c` for messages in shared memory, over `ring.c`; of a server, `update.c` for the optimizers,
  * `answer.c` for a message, over `check.c`, `loop.c` for those in shared memory, `guard.c` for who
  * may connect. `ps_module.c` adds them to the module. */
 #ifndef PACELINE_PS_NATIVE_H
@@ -11,6 +11,7 @@
 #include <Python.h>
 
 extern PyMethodDef pl_plan_functions[];
+extern PyMethodDef pl_batch_functions[];
 extern PyMethodDef pl_update_functions[];
 extern PyMethodDef pl_guard_functions[];
 extern PyMethodDef pl_layout_functions[];

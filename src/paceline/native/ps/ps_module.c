@@ -5,6 +5,7 @@
 
 int pl_add_ps(PyObject *module) {
     if (PyModule_AddFunctions(module, pl_plan_functions) < 0 ||
+        PyModule_AddFunctions(module, pl_batch_functions) < 0 ||
         PyModule_AddFunctions(module, pl_update_functions) < 0 ||
         PyModule_AddFunctions(module, pl_guard_functions) < 0 ||
         PyModule_AddFunctions(module, pl_layout_functions) < 0)

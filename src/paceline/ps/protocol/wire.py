@@ -35,7 +35,7 @@ from __future__ import annotations
 import enum
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,11 +173,6 @@ class Section(NamedTuple):
         """How many integers the section has."""
         return self.ids + self.bags  # no bags with ROWS
 
-    @property
-    def weights_bytes(self) -> int:
-        """How many bytes its weights take, with padding."""
-        return aligned(self.ids * self.dtype.itemsize) if self.weighted else 0
-
     def rows_bytes(self, dim: int) -> int:
         """How many bytes its rows or pooled bags take, with padding."""
         count = self.bags if self.form is Form.BAGS else self.ids
@@ -195,13 +190,6 @@ class Message(NamedTuple):
     records: memoryview
     """The records of the sections as they came; FOUND repeats those of its LOOKUP."""
 
-    def integers_of(self) -> Iterator[tuple[Section, NDArray[np.int64]]]:
-        """Each section with its integers."""
-        start = 0
-        for section in self.sections:
-            yield section, self.integers[start : start + section.integers]
-            start += section.integers
-
 
 def aligned(count_bytes: int) -> int:
     """The next multiple of the alignment."""
@@ -216,14 +204,6 @@ def pack_control(head: Head, control: Mapping[str, Any]) -> list[Frame]:
     if len(text) > CONTROL_BYTES:
         raise WireError(f"{len(text)} bytes of JSON, of {CONTROL_BYTES} allowed")
     return [pack_head(head, 0) + text]
-
-
-def pack_data(
-    head: Head, sections: Sequence[Section], integers: Frame, values: Frame
-) -> list[Frame]:
-    """A message with arrays in it. ``integers`` and ``values`` are laid out as said above."""
-    records = map(pack_section, sections)
-    return [b"".join((pack_head(head, len(sections)), *records)), integers, values]
 
 
 def pack_section(s: Section) -> bytes:
