@@ -23,9 +23,18 @@ native = Extension(
     include_dirs=[str(NATIVE), *(str(path) for path in sorted(NATIVE.iterdir()) if path.is_dir())],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
     py_limited_api=STABLE_ABI,
-    # -fwrapv: integers overflow as torch's do. No -ffast-math: sums keep their order.
-    extra_compile_args=["-std=c11", "-O3", "-fwrapv", "-fvisibility=hidden", "-Wall", "-Wextra"],
-    extra_link_args=["-pthread"],
+    # -fwrapv: integers overflow as torch's do. -fno-math-errno: roots are one instruction. No
+    # -ffast-math: sums keep their order.
+    extra_compile_args=[
+        "-std=c11",
+        "-O3",
+        "-fwrapv",
+        "-fno-math-errno",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+    ],
+    extra_link_args=["-pthread", "-lm"],
     optional=True,
 )
 

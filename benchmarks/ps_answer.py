@@ -101,8 +101,9 @@ class Way:
             wire.Section(n, wire.Form.ROWS, wire.Dtype.FLOAT32, self._shape.ids, lr=0.1)
             for n in range(self._shape.sections)
         ]
-        frames = wire.pack_data(wire.Head(kind, 1, CLIENT, sequence), sections, ids, values)
-        frames = [bytearray(frames[0]), bytearray(frames[1]), memoryview(bytearray(frames[2]))]
+        head = wire.pack_head(wire.Head(kind, 1, CLIENT, sequence), len(sections))
+        first = b"".join((head, *map(wire.pack_section, sections)))
+        frames = [bytearray(first), bytearray(ids), memoryview(bytearray(values))]
         np.add(self._cold, 1.0, out=self._cold)
         start_ns = time.perf_counter_ns()
         answer = self._handler.answer(frames)

@@ -20,9 +20,9 @@ from paceline.ps.protocol.wire import (
     Message,
     Section,
     pack_control,
-    pack_data,
     unpack,
 )
+from tests.ps.data_messages import pack_data
 
 DTYPES = {torch.float32: Dtype.FLOAT32, torch.float64: Dtype.FLOAT64}
 WHOLE = Shard(Sharding.TABLE, 0, 1)

@@ -28,10 +28,10 @@ from paceline.ps.protocol.wire import (
     Mode,
     Section,
     pack_control,
-    pack_data,
     unpack,
 )
 from paceline.ps.server.process import serve, set_up_logging
+from tests.ps.data_messages import pack_data
 from tests.ps.patient_client import SPEC, PatientClient
 from tests.ps.raw_client import RawClient, attach_frames, rows_frames
 

@@ -22,10 +22,10 @@ from paceline.ps.protocol.wire import (
     Section,
     WireError,
     pack_control,
-    pack_data,
     read_head,
     unpack,
 )
+from tests.ps.data_messages import pack_data
 
 numbers = st.integers(0, 2**64 - 1)
 frames_of_noise = st.lists(st.binary(max_size=300), max_size=5)

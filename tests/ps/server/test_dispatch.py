@@ -21,12 +21,12 @@ from paceline.ps.protocol.wire import (
     Mode,
     Section,
     pack_control,
-    pack_data,
     unpack,
 )
 from paceline.ps.server.dispatch import Handler, Later
 from paceline.ps.server.save_root import SavePlace
 from paceline.ps.state.store import Store
+from tests.ps.data_messages import pack_data
 from tests.ps.raw_client import WHOLE, attach_frames, raw_bytes, rows_frames
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -205,7 +205,7 @@ def test_a_fault_of_the_server_is_said(
     def broken(*_: object) -> None:
         raise RuntimeError("bits fell out")
 
-    monkeypatch.setattr("paceline.ps.state.store.push_all", broken)
+    monkeypatch.setattr("paceline.ps.state.table.Table.push", broken)
     answer = direct.push([1])
     assert answer.control["code"] == "internal"
     assert "bits fell out" in answer.control["text"]

@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import ServerStateError
 from paceline.native import extension
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, read_head
-from paceline.ps.server import native_loop as attendant
 from paceline.ps.server.dispatch import Later
-from paceline.ps.server.native_loop import Attendant, sgd_way
+from paceline.ps.server.native_loop import NativeLoop
+from tests.ps.forsaken import forsake
 from tests.ps.protocol.test_shm_ring import Ends
-from tests.ps.state.test_small_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
+from tests.ps.state.test_plain_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
 
 pytestmark = pytest.mark.skipif(
     extension.native is None, reason="needs the native core: a C compiler"
 )
 
-SGD_TABLES = [0, 1, 2, 3]
-
 
 class RingWay(Way):
     """A server whose only client is in shared memory; counts who answered."""
 
-    def __init__(self, may_push: bool = True) -> None:
-        super().__init__(extension.native)
-        assert self.store.quick is not None
+    def __init__(self, directory: Path | None = None) -> None:
+        super().__init__(extension.native, directory)
+        assert self.store.plain is not None
         self.ends = Ends(1 << 16)
-        self.attendant = Attendant(self.store, self.store.quick, may_push=may_push)
+        self.loop = NativeLoop(self.store.clients, self.store.plain, self.handler.append)
         visitor = SimpleNamespace(pair=self.ends.server, client=CLIENT)
         self.door: Any = SimpleNamespace(event=self.ends.events[0], visitors={CLIENT: visitor})
         self.natively = self.by_python = 0
 
     def attend(self, timeout_ms: int = 0, fds: list[int] | None = None) -> None:
-        self.attendant.attend(self.door, fds or [], timeout_ms)
+        self.loop.run(self.door, fds or [], timeout_ms)
 
     def ask(self, frames: list[Frame]) -> list[bytes]:
         assert self.ends.trainer.send(list(frames))
@@ -88,28 +87,28 @@ def test_it_answers_as_python_does(drawn: list[Step]) -> None:
 
 def test_what_is_plain_needs_no_python(ring: RingWay) -> None:
     for sequence in range(1, 400):  # more shares than fit before meters are settled
-        ring.ask(plain(Kind.PUSH, SGD_TABLES, sequence))
+        ring.ask(plain(Kind.PUSH, PLAIN, sequence))
         ring.ask(plain(Kind.LOOKUP, PLAIN))
     assert (ring.natively, ring.by_python) == (2 * 399, 0)
     assert ring.store.clients.applied(CLIENT) == 399
-    assert [ring.store.tables[number].step for number in SGD_TABLES] == [399] * 4
+    assert {ring.store.tables[number].step for number in PLAIN} == {399}
     assert ring.store.stats(0, 1)[0]["pushes"] == 399
 
 
 def test_a_client_that_comes_again_has_new_memory(ring: RingWay) -> None:
-    ring.ask(plain(Kind.PUSH, SGD_TABLES, 1))
+    ring.ask(plain(Kind.PUSH, PLAIN, 1))
     ring.ends.close()
     ring.ends = Ends(1 << 16)
     ring.door.event = ring.ends.events[0]
     ring.door.visitors = {CLIENT: SimpleNamespace(pair=ring.ends.server, client=CLIENT)}
-    ring.ask(plain(Kind.PUSH, SGD_TABLES, 2))
+    ring.ask(plain(Kind.PUSH, PLAIN, 2))
     assert (ring.natively, ring.by_python) == (2, 0)
 
 
 def test_several_messages_at_once_are_answered_in_order(ring: RingWay) -> None:
     for sequence in range(1, 40):
-        assert ring.ends.trainer.send(plain(Kind.PUSH, SGD_TABLES, sequence))
-        assert ring.ends.trainer.send(plain(Kind.LOOKUP, SGD_TABLES))
+        assert ring.ends.trainer.send(plain(Kind.PUSH, PLAIN[:4], sequence))
+        assert ring.ends.trainer.send(plain(Kind.LOOKUP, PLAIN[:4]))
     ring.attend()
     kinds = [read_head(ring.ends.trainer.receive()[0])[0].kind for _ in range(2 * 39)]
     assert kinds == [Kind.DONE, Kind.FOUND] * 39
@@ -117,7 +116,7 @@ def test_several_messages_at_once_are_answered_in_order(ring: RingWay) -> None:
 
 def test_what_is_python_s_stays_in_the_ring(ring: RingWay) -> None:
     for frames in (
-        plain(Kind.PUSH, [4], 1),  # Adam: torch's
+        plain(Kind.PUSH, [4], 1),  # another dtype: torch's
         plain(Kind.PUSH, [0], 5),  # a gap
         plain(Kind.LOOKUP, [9]),  # max_norm
         plain(Kind.PUSH, [0], 1)[:2],
@@ -134,15 +133,40 @@ def test_what_is_python_s_stays_in_the_ring(ring: RingWay) -> None:
     assert ring.store.clients.applied(CLIENT) == 0
 
 
-def test_with_a_journal_pushes_are_python_s() -> None:
-    ring = RingWay(may_push=False)
-    ring.keep()
-    try:
-        ring.ask(plain(Kind.PUSH, SGD_TABLES, 1))
-        ring.ask(plain(Kind.LOOKUP, SGD_TABLES))
-        assert (ring.natively, ring.by_python) == (1, 1)
-    finally:
-        ring.ends.close()
+def test_a_push_is_journaled_before_it_is_applied(tmp_path: Path) -> None:
+    """Natively too: what is replayed, by Python alone, is what was acknowledged."""
+    ring = RingWay(tmp_path)
+    assert ring.durable is not None
+    for sequence in range(1, 5):
+        ring.ask(plain(Kind.PUSH, PLAIN, sequence))  # the first keeps the rows
+    assert (ring.natively, ring.by_python) == (3, 1)
+    ring.ends.close()
+    forsake(ring.durable)
+    again = Way(None, tmp_path)
+    assert again.durable is not None
+    ring.store.forget_traffic()
+    assert again.state() == ring.state()
+    again.durable.close()
+
+
+def test_what_the_journal_says_ends_the_loop(tmp_path: Path) -> None:
+    """Nothing is applied or acknowledged then."""
+    ring = RingWay(tmp_path)
+    assert ring.durable is not None
+    ring.ask(plain(Kind.PUSH, PLAIN, 1))
+
+    def full(frames: Sequence[Frame]) -> None:
+        raise ServerStateError("no room")
+
+    ring.loop = NativeLoop(ring.store.clients, ring.store.plain, full)  # type: ignore[arg-type]
+    before = ring.state()
+    ring.ends.trainer.send(plain(Kind.PUSH, PLAIN, 2))
+    with pytest.raises(ServerStateError, match="no room"):
+        ring.attend()
+    assert ring.ends.trainer.receive() is None
+    assert ring.state() == before
+    ring.ends.close()
+    ring.durable.close()
 
 
 def test_a_full_ring_of_replies_is_python_s(ring: RingWay) -> None:
@@ -172,16 +196,3 @@ def test_it_waits_until_somebody_else_has_something(ring: RingWay) -> None:
     finally:
         os.close(reader)
         os.close(writer)
-
-
-def test_torch_s_bits_or_torch_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    way = sgd_way()
-    assert way in (0, 1, 2)
-    if way:
-        rows, grad = torch.randn(2, 9999)
-        expected = rows.clone().add_(grad, alpha=-0.3)
-        assert extension.native.sgd(rows.data_ptr(), grad.data_ptr(), 9999, -0.3, way)
-        assert torch.equal(rows, expected)
-    fake = SimpleNamespace(sgd=lambda *_: False)
-    monkeypatch.setattr(attendant, "native", fake)
-    assert sgd_way() == 0

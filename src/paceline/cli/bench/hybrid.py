@@ -11,13 +11,20 @@ import argparse
 import contextlib
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from paceline.cli.bench.hybrid_plan import HybridPlan, RouteName, choose_port, parse_routes
+from paceline.cli.bench.hybrid_plan import (
+    HybridPlan,
+    OptimizerName,
+    RouteName,
+    choose_port,
+    parse_routes,
+)
 from paceline.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -28,6 +35,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EXAMPLE = """\
 example:
   paceline bench hybrid --trainers 2 --servers 2 --json hybrid.json --plot hybrid.png
+  paceline bench hybrid --optimizer adagrad --journal
   paceline bench hybrid --route rpc-torch,rpc-paceline --trainers 8 --servers 8 --cycles 10
 """
 
@@ -43,6 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="A,B",
         help=f"which routes: {routes}; may be repeated; default: all, in turn in every cycle",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=[each.value for each in OptimizerName],
+        default=OptimizerName.SGD.value,
+        help="of tables and dense network, on every route (default: sgd)",
+    )
+    parser.add_argument(
+        "--journal",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="whether the servers of route ps keep a journal (default: no); torch has none",
     )
     _add_number(parser, "--trainers", 2, "processes with the dense network")
     _add_number(parser, "--servers", 2, "processes that hold the tables")
@@ -105,6 +125,8 @@ def _plan(args: argparse.Namespace) -> HybridPlan:
         master_addr=args.master_addr,
         master_port=args.master_port,
         seed=args.seed,
+        optimizer=OptimizerName(args.optimizer),
+        journal=args.journal,
     )
     plan.check()
     if RouteName.PS in plan.routes and importlib.util.find_spec("zmq") is None:
@@ -156,8 +178,9 @@ def ps_servers(plan: HybridPlan) -> Iterator[Sequence[str]]:
         return
     from paceline import ps
 
-    with ps.local(plan.servers) as servers:
-        yield servers.addresses
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory()) if plan.journal else None
+        yield stack.enter_context(ps.local(plan.servers, directory)).addresses
 
 
 def _show(

@@ -12,12 +12,25 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from paceline.cli.bench.hybrid_plan import BATCHES, CLASSES, FEATURES, HybridPlan
+from paceline.cli.bench.hybrid_plan import (
+    BATCHES,
+    CLASSES,
+    FEATURES,
+    HybridPlan,
+    OptimizerName,
+)
 
 WIDTHS = (FEATURES, 256, 128, 64, 32, CLASSES)
 LEARNING_RATE = 0.05
 INDICES = (20, 50)
 BAG = (1, 10)
+TORCH_OPTIMIZERS: dict[OptimizerName, type[torch.optim.Optimizer]] = {
+    OptimizerName.SGD: torch.optim.SGD,
+    OptimizerName.ADAGRAD: torch.optim.Adagrad,
+    OptimizerName.ROWWISE_ADAGRAD: torch.optim.Adagrad,
+    OptimizerName.ADAM: torch.optim.Adam,
+}
+"""For the dense network on every route, and for the tables on torch's routes."""
 
 
 @dataclass(frozen=True)

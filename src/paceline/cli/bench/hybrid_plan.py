@@ -36,6 +36,24 @@ class RouteName(str, enum.Enum):
     """Paceline's parameter servers, with Paceline's DDP around the dense network."""
 
 
+class OptimizerName(str, enum.Enum):
+    """What updates tables and dense network, the same on every route."""
+
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    ROWWISE_ADAGRAD = "rowwise-adagrad"
+    ADAM = "adam"
+
+    @property
+    def difference(self) -> str | None:
+        """What torch's recipe does differently, where it has no counterpart."""
+        return {
+            OptimizerName.ROWWISE_ADAGRAD: "torch has no row-wise Adagrad; its routes run Adagrad",
+            OptimizerName.ADAM: "torch's routes run Adam on every row; "
+            "ps runs it on rows with a gradient, as SparseAdam",
+        }.get(self)
+
+
 class Role(enum.Enum):
     """What a process of the benchmark does."""
 
@@ -60,6 +78,8 @@ class HybridPlan:
         master_addr: Where the processes meet.
         master_port: Same.
         seed: Of weights and data.
+        optimizer: Of tables and dense network.
+        journal: Whether Paceline's parameter servers keep a journal.
         ps_addresses: Of Paceline's parameter servers, once they are started.
     """
 
@@ -74,6 +94,8 @@ class HybridPlan:
     master_addr: str
     master_port: int
     seed: int = 0
+    optimizer: OptimizerName = OptimizerName.SGD
+    journal: bool = False
     ps_addresses: tuple[str, ...] = ()
 
     @property

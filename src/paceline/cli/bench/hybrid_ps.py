@@ -7,14 +7,30 @@ is in Paceline's DDP, with a local optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from paceline import DistributedDataParallel, ps
-from paceline.cli.bench.hybrid_model import LEARNING_RATE, Batch, dense_network, table_weight
-from paceline.cli.bench.hybrid_plan import HybridPlan, RouteName
+from paceline.cli.bench.hybrid_model import (
+    LEARNING_RATE,
+    TORCH_OPTIMIZERS,
+    Batch,
+    dense_network,
+    table_weight,
+)
+from paceline.cli.bench.hybrid_plan import HybridPlan, OptimizerName, RouteName
+from paceline.ps.protocol.optimizers import Optimizer
+
+OPTIMIZERS: dict[OptimizerName, Callable[[float], Optimizer]] = {
+    OptimizerName.SGD: ps.SGD,
+    OptimizerName.ADAGRAD: ps.Adagrad,
+    OptimizerName.ROWWISE_ADAGRAD: ps.RowwiseAdagrad,
+    OptimizerName.ADAM: ps.Adam,
+}
 
 
 class PsRoute:
@@ -46,7 +62,7 @@ class PsStep:
                 for name in self._names
             ],
             servers=self._connection,
-            optimizer=ps.SGD(LEARNING_RATE),
+            optimizer=OPTIMIZERS[plan.optimizer](LEARNING_RATE),
         )
         if group.rank() == 0:
             for name, table in zip(self._names, plan.table_order, strict=True):
@@ -56,7 +72,10 @@ class PsStep:
         network = dense_network(plan.seed)
         self.dense: nn.Module = DistributedDataParallel(network, process_group=group)
         self._announced: dict[str, ps.Bags] | None = None
-        self._optimizer = torch.optim.SGD(self.dense.parameters(), lr=LEARNING_RATE)
+        self._optimizer = TORCH_OPTIMIZERS[plan.optimizer](
+            self.dense.parameters(),
+            lr=LEARNING_RATE,  # type: ignore[call-arg]
+        )
 
     def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
         """Train on one batch; return its loss. The upcoming one is looked up meanwhile."""

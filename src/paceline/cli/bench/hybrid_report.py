@@ -87,10 +87,13 @@ class Report:
             f"{plan.embeddings} x {plan.dim}, {BATCHES} batches an epoch, {plan.cycles} cycles "
             f"after {plan.warmup_cycles} to warm up, {plan.launches} launches"
         )
+        journal = "with" if plan.journal else "without"
+        how = f"{plan.optimizer.value}; ps {journal} a journal"
         return "\n".join(
             [
                 " · ".join(f"{name} {value}" for name, value in machine.items()),
                 shape,
+                how if plan.optimizer.difference is None else f"{how}; {plan.optimizer.difference}",
                 *(f"{name}: dense gradients over {over}" for name, over in notes.items()),
             ]
         )

@@ -22,7 +22,13 @@ from torch.distributed import rpc
 from torch.nn import functional as F
 
 from paceline import DistributedDataParallel
-from paceline.cli.bench.hybrid_model import LEARNING_RATE, Batch, Tables, dense_network
+from paceline.cli.bench.hybrid_model import (
+    LEARNING_RATE,
+    TORCH_OPTIMIZERS,
+    Batch,
+    Tables,
+    dense_network,
+)
 from paceline.cli.bench.hybrid_plan import HybridPlan, Role, RouteName
 
 TIMEOUT_S = 60.0
@@ -91,7 +97,7 @@ class RpcRoute:
     def on_trainer(self, plan: HybridPlan, group: dist.ProcessGroup) -> RpcStep:
         """Take the servers' modules, wrap the dense network."""
         modules = _deliveries[self.name.value].get(timeout=TIMEOUT_S)
-        return RpcStep(modules, self._wrap(dense_network(plan.seed), group))
+        return RpcStep(plan, modules, self._wrap(dense_network(plan.seed), group))
 
     def _wrap(self, network: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         if self.name is RouteName.RPC_TORCH:
@@ -102,14 +108,16 @@ class RpcRoute:
 class RpcStep:
     """One training step of one trainer."""
 
-    def __init__(self, tables: list[Any], dense: nn.Module) -> None:
+    def __init__(self, plan: HybridPlan, tables: list[Any], dense: nn.Module) -> None:
         from torch.distributed.optim import DistributedOptimizer
 
         self.dense = dense
         self._tables = tables
         remote = [rref for module in tables for rref in module.remote_parameters()]
         local = [rpc.RRef(parameter) for parameter in dense.parameters()]
-        self._optimizer = DistributedOptimizer(torch.optim.SGD, [*remote, *local], lr=LEARNING_RATE)
+        self._optimizer = DistributedOptimizer(
+            TORCH_OPTIMIZERS[plan.optimizer], [*remote, *local], lr=LEARNING_RATE
+        )
 
     def __call__(self, batch: Batch, upcoming: Batch | None = None) -> torch.Tensor:
         """Train on one batch; return its loss. RPC has nothing to announce the next one with."""

@@ -1,9 +1,9 @@
 /* What the files of the parameter servers' native core have in common.
  *
- * Each file is one purpose with functions for Python: `plan.c` for the trainer's plan of a batch,
- * `rows.c` for the rows of a server, `pair.c` for messages in shared memory, over `ring.c`,
- * `attend.c` for a server's loop over both, `guard.c` for who may connect to it. `ps_module.c`
- * adds them to the module. */
+ * Each file is one purpose with functions for Python: `batch.c` and `plan.c` for a trainer's
+ * batch, `pair.c` for messages in shared memory, over `ring.c`; of a server, `update.c` for the optimizers,
+ * `answer.c` for a message, over `check.c`, `loop.c` for those in shared memory, `guard.c` for who
+ * may connect. `ps_module.c` adds them to the module. */
 #ifndef PACELINE_PS_NATIVE_H
 #define PACELINE_PS_NATIVE_H
 
@@ -11,13 +11,13 @@
 #include <Python.h>
 
 extern PyMethodDef pl_plan_functions[];
-extern PyMethodDef pl_rows_functions[];
-
-extern PyMethodDef pl_attend_functions[];
+extern PyMethodDef pl_batch_functions[];
+extern PyMethodDef pl_update_functions[];
 extern PyMethodDef pl_guard_functions[];
+extern PyMethodDef pl_layout_functions[];
 
-/* Add the type `Pair`, `Attendant` to the module; -1 with an exception set. */
+/* Add the type `Pair`, `Responder` to the module; -1 with an exception set. */
 int pl_add_pair(PyObject *module);
-int pl_add_attendant(PyObject *module);
+int pl_add_responder(PyObject *module);
 
 #endif

@@ -1,4 +1,4 @@
-/* The type `Pair` of pair.c, for attend.c. */
+/* The type `Pair` of pair.c, for loop.c. */
 #ifndef PACELINE_PS_PAIR_H
 #define PACELINE_PS_PAIR_H
 

@@ -11,15 +11,11 @@
 
 #include "native.h"
 #include "plan.h"
+#include "rows.h"
+
+#define RECORD_BYTES ((Py_ssize_t)sizeof(struct pl_record))
 
 enum { BY_TABLE = 0, BY_HASH = 1, BY_RANGE = 2 };
-enum { RECORD_BYTES = 32, RECORD_IDS = 8, RECORD_LR = 24 }; /* size and fields, see wire.py */
-
-/* As `Layout.packed` of ps/client/row_plan.py; followed by rows[tables], homes[tables]. */
-typedef struct {
-    int64_t tables, servers, sharding;
-    int64_t numbers[];
-} Layout;
 
 /* Sorted ids: of one table, or of several with the same ids. */
 typedef struct {
@@ -219,9 +215,9 @@ static PyObject *records_of(const int64_t *starts, int64_t tables, int64_t secti
         int64_t count = starts[table + 1] - starts[table];
         if (count) {
             memcpy(record, templates + table * RECORD_BYTES, RECORD_BYTES);
-            memcpy(record + RECORD_IDS, &count, sizeof count);
+            memcpy(record + offsetof(struct pl_record, ids), &count, sizeof count);
             if (!is_push) {
-                memset(record + RECORD_LR, 0, sizeof(double));
+                memset(record + offsetof(struct pl_record, lr), 0, sizeof(double));
             }
             record += RECORD_BYTES;
         }
@@ -395,67 +391,7 @@ static PyObject *plan_batch(PyObject *module, PyObject *const *arguments, Py_ssi
     return result;
 }
 
-static const char gather_doc[] =
-    "gather(address, row_bytes, memory, first, counts) -> tuple of bytes\n\n"
-    "Rows in the order of `gather` of a plan, which begins at number `first` of its memory, cut\n"
-    "into as many as counts says.";
-
-static PyObject *gather(PyObject *module, PyObject *arguments) {
-    (void)module;
-    long long address, row_bytes, first;
-    PyObject *memory, *counts;
-    if (!PyArg_ParseTuple(arguments, "LLOLO", &address, &row_bytes, &memory, &first, &counts)) {
-        return NULL;
-    }
-    if (!PyByteArray_Check(memory) || !PyTuple_Check(counts)) {
-        return PyErr_Format(PyExc_TypeError, "memory is a bytearray, counts a tuple");
-    }
-    const char *rows = (const char *)(intptr_t)address;
-    const int64_t *order = (const int64_t *)PyByteArray_AsString(memory) + first;
-    Py_ssize_t pieces = PyTuple_Size(counts);
-    PyObject *found = PyTuple_New(pieces);
-    for (Py_ssize_t piece = 0; found != NULL && piece < pieces; piece++) {
-        Py_ssize_t count = PyLong_AsSsize_t(PyTuple_GetItem(counts, piece));
-        PyObject *bytes = PyBytes_FromStringAndSize(NULL, count * row_bytes);
-        if (bytes == NULL) {
-            Py_CLEAR(found);
-            break;
-        }
-        char *to = PyBytes_AsString(bytes);
-        for (Py_ssize_t at = 0; at < count; at++, to += row_bytes) {
-            memcpy(to, rows + *order++ * row_bytes, row_bytes);
-        }
-        PyTuple_SetItem(found, piece, bytes);
-    }
-    return found;
-}
-
-static const char offsets_doc[] =
-    "are_offsets(address, bags, ids) -> bool\n\n"
-    "Whether offsets begin with 0, never shrink, and end within the ids.";
-
-static PyObject *are_offsets(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
-    (void)module;
-    long long found[3];
-    for (int at = 0; at < 3; at++) {
-        found[at] = count == 3 ? PyLong_AsLongLong(arguments[at]) : -1;
-        if (found[at] == -1) {
-            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "three integers");
-        }
-    }
-    const int64_t *offsets = (const int64_t *)(intptr_t)found[0];
-    int64_t bags = found[1], before = 0;
-    int is_right = bags == 0 ? found[2] == 0 : offsets[0] == 0;
-    for (int64_t bag = 0; is_right && bag < bags; bag++) {
-        is_right = offsets[bag] >= before;
-        before = offsets[bag];
-    }
-    return PyBool_FromLong(is_right && before <= found[2]);
-}
-
 PyMethodDef pl_plan_functions[] = {
     {"plan", (PyCFunction)(void (*)(void))plan_batch, METH_FASTCALL, plan_doc},
-    {"gather", gather, METH_VARARGS, gather_doc},
-    {"are_offsets", (PyCFunction)(void (*)(void))are_offsets, METH_FASTCALL, offsets_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -1,8 +1,14 @@
-/* Sorting of ids, between `sort.c` and `plan.c`. */
+/* A plan's layout, and sorting of ids, between `sort.c` and `plan.c`. */
 #ifndef PACELINE_PS_PLAN_H
 #define PACELINE_PS_PLAN_H
 
 #include <stdint.h>
+
+/* As `Layout.packed` of ps/client/row_plan.py; followed by rows[tables], homes[tables]. */
+typedef struct {
+    int64_t tables, servers, sharding;
+    int64_t numbers[];
+} Layout;
 
 typedef struct {
     uint64_t id;

@@ -5,9 +5,10 @@
 
 int pl_add_ps(PyObject *module) {
     if (PyModule_AddFunctions(module, pl_plan_functions) < 0 ||
-        PyModule_AddFunctions(module, pl_rows_functions) < 0 ||
-        PyModule_AddFunctions(module, pl_attend_functions) < 0 ||
-        PyModule_AddFunctions(module, pl_guard_functions) < 0)
+        PyModule_AddFunctions(module, pl_batch_functions) < 0 ||
+        PyModule_AddFunctions(module, pl_update_functions) < 0 ||
+        PyModule_AddFunctions(module, pl_guard_functions) < 0 ||
+        PyModule_AddFunctions(module, pl_layout_functions) < 0)
         return -1;
-    return pl_add_pair(module) < 0 || pl_add_attendant(module) < 0 ? -1 : 0;
+    return pl_add_pair(module) < 0 || pl_add_responder(module) < 0 ? -1 : 0;
 }

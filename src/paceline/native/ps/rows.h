@@ -1,14 +1,14 @@
-/* What the files for a server's rows share: a table's entry, a message, and what it asks for.
+/* A table's entry and a message: what the files of a server's native core share.
  *
- * `request.c` reads and checks messages, `rows.c` copies rows and talks to Python (ps/state/small_messages.py),
- * `attend.c` answers without Python (ps/server/native_loop.py).
+ * `check.c` checks a message, `update.c` does the optimizers' arithmetic, `answer.c` answers one
+ * message (for ps/state/plain_messages.py), `loop.c` those in shared memory (for
+ * ps/server/native_loop.py).
  *
  * [Note: addresses]
- * An *entry* is a bytearray that a Table owns (ps/state/native_table.py). Its addresses are written where the
- * table gets or drops its storage, and nowhere else; without storage, the map is 0. The memory
- * behind them is mapped once for the life of the storage, and never moves. Each call reads them
- * from the entries and keeps none: between the calls for one PUSH there are slots only, and a slot
- * is compared with the entry of that moment before memory is touched. */
+ * An *entry* is a bytearray that a Table owns (ps/state/native_table.py). Its addresses are written
+ * where the table gets or drops its storage, and nowhere else; without storage, the map is 0. The
+ * memory behind them is mapped once for the life of the storage, and never moves. No call keeps an
+ * address after it returns. */
 #ifndef PACELINE_PS_ROWS_H
 #define PACELINE_PS_ROWS_H
 
@@ -19,6 +19,8 @@
 #include <stdint.h>
 
 #define PL_COLUMNS 3
+#define PL_AHEAD 6 /* rows that are on their way from memory while one is worked on */
+#define PL_SKIPPED (-1) /* instead of a slot: the padding row, which no push changes */
 
 enum pl_kind { PL_LOOKUP = 3, PL_PUSH = 4, PL_DONE = 65, PL_FOUND = 66 };
 
@@ -46,6 +48,8 @@ struct pl_record {
     double lr;
 };
 
+enum pl_optimizer { PL_BY_TORCH, PL_SGD, PL_ADAGRAD, PL_ROWWISE_ADAGRAD, PL_ADAM };
+
 /* As ps/state/native_table.py packs it. */
 struct pl_column {
     uint64_t address;
@@ -56,12 +60,16 @@ struct pl_entry {
     int64_t step;        /* pushes so far */
     int64_t padding_idx; /* or -1 */
     uint32_t row_bytes;
-    uint32_t family; /* tables of one family can be updated together */
     uint8_t dtype;
     uint8_t is_renormed; /* rows change when they are looked up */
-    uint8_t is_stepped;  /* its update depends on `step` */
-    uint8_t is_sgd;      /* float32, with no state: attend.c can do its update */
+    uint8_t optimizer;   /* PL_BY_TORCH: Python does its pushes */
+    uint8_t is_fused;    /* torch adds a product with one rounding, here */
+    uint32_t lanes;      /* torch adds up a row in so many lanes, here */
     uint32_t columns;
+    double eps;
+    double beta1;
+    double beta2;
+    uint64_t root; /* address of a function for roots that is torch's, here; 0: sqrtf */
     uint64_t map; /* address of int32 slots, one for each id; 0: no row is kept */
     uint64_t slots;
     int64_t first; /* the id of the map's first slot */
@@ -69,10 +77,10 @@ struct pl_entry {
     struct pl_column column[PL_COLUMNS]; /* the rows, then each kind of state */
 };
 
-/* One section of a checked message. Arrays of it go to Python as bytes. */
-struct pl_share {
-    uint32_t table;
-    uint32_t lines;
+/* What a client has had applied; as ps/state/clients.py packs it. */
+struct pl_account {
+    uint64_t applied;
+    char client[16];
 };
 
 struct pl_bytes {
@@ -81,7 +89,7 @@ struct pl_bytes {
 };
 
 struct pl_message {
-    PyObject *entries;                      /* a list of bytearrays, by number of the table */
+    PyObject *entries;                       /* a list of bytearrays, by number of the table */
     struct pl_bytes first, integers, values; /* its frames */
     struct pl_head head;
     uint64_t lines;      /* ids of all sections */
@@ -90,7 +98,8 @@ struct pl_message {
 
 static inline size_t pl_aligned(size_t count) { return (count + 7) / 8 * 8; }
 
-/* The entry of a table, or NULL. */
+/* The entry that a bytearray holds, or NULL; of a table, by its number. */
+struct pl_entry *pl_entry_in(PyObject *object);
 struct pl_entry *pl_entry_of(PyObject *entries, uint64_t number);
 
 struct pl_record pl_record_of(const struct pl_message *m, uint32_t number);
@@ -98,11 +107,11 @@ struct pl_record pl_record_of(const struct pl_message *m, uint32_t number);
 /* Whether it is a LOOKUP or PUSH of plain sections, and its frames are as long as it says. */
 bool pl_is_plain(struct pl_message *m, size_t most_bytes);
 
-/* Find shares and slots; false if an id is not fine, or has no slot. */
-bool pl_find(const struct pl_message *m, struct pl_share *shares, int32_t *slots);
+/* Find the slots of all ids; false if an id is not fine, or has no slot. */
+bool pl_find(const struct pl_message *m, int32_t *slots);
 
-/* Copy the rows of a LOOKUP to `at`, which has room for `values_bytes`; false: not their slots. */
-bool pl_copy_found(const struct pl_message *m, const struct pl_share *shares, const int32_t *slots,
-                   char *at);
+/* Apply the gradients of one table's rows, whose slots were checked, and count the push. */
+void pl_update_rows(struct pl_entry *entry, const int32_t *slots, size_t lines, const float *grad,
+                    double lr);
 
 #endif

@@ -22,7 +22,6 @@ DTYPES = {
     torch.float16: Dtype.FLOAT16,
     torch.bfloat16: Dtype.BFLOAT16,
 }
-TORCH_DTYPES = {wire: dtype for dtype, wire in DTYPES.items()}
 MODES = ("sum", "mean", "max")
 POOLINGS = ("auto", "trainer", "server")
 

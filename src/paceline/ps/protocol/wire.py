@@ -35,7 +35,7 @@ from __future__ import annotations
 import enum
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,11 +49,13 @@ CONTROL_BYTES = 1 << 16
 SECTIONS = 4096
 """A message may not have more sections than this."""
 
-# magic, version, kind, flags (0), request, client, sequence, sections, reserved (0)
-_HEAD = struct.Struct("<4sHBBQ16sQII")
+HEAD = struct.Struct("<4sHBBQ16sQII")
+"""Magic, version, kind, flags (0), request, client, sequence, sections, reserved (0); ``pl_head``
+in ``native/ps/rows.h``."""
 _KIND_AT = 6
-# table, form, mode, flags, dtype, ids, bags, lr
-_SECTION = struct.Struct("<IBBBBQQd")
+_CLIENT = slice(16, 32)
+SECTION = struct.Struct("<IBBBBQQd")
+"""Table, form, mode, flags, dtype, ids, bags, lr; ``pl_record`` in ``native/ps/rows.h``."""
 
 RECORD = np.dtype(
     [
@@ -171,11 +173,6 @@ class Section(NamedTuple):
         """How many integers the section has."""
         return self.ids + self.bags  # no bags with ROWS
 
-    @property
-    def weights_bytes(self) -> int:
-        """How many bytes its weights take, with padding."""
-        return aligned(self.ids * self.dtype.itemsize) if self.weighted else 0
-
     def rows_bytes(self, dim: int) -> int:
         """How many bytes its rows or pooled bags take, with padding."""
         count = self.bags if self.form is Form.BAGS else self.ids
@@ -193,13 +190,6 @@ class Message(NamedTuple):
     records: memoryview
     """The records of the sections as they came; FOUND repeats those of its LOOKUP."""
 
-    def integers_of(self) -> Iterator[tuple[Section, NDArray[np.int64]]]:
-        """Each section with its integers."""
-        start = 0
-        for section in self.sections:
-            yield section, self.integers[start : start + section.integers]
-            start += section.integers
-
 
 def aligned(count_bytes: int) -> int:
     """The next multiple of the alignment."""
@@ -216,22 +206,14 @@ def pack_control(head: Head, control: Mapping[str, Any]) -> list[Frame]:
     return [pack_head(head, 0) + text]
 
 
-def pack_data(
-    head: Head, sections: Sequence[Section], integers: Frame, values: Frame
-) -> list[Frame]:
-    """A message with arrays in it. ``integers`` and ``values`` are laid out as said above."""
-    records = map(pack_section, sections)
-    return [b"".join((pack_head(head, len(sections)), *records)), integers, values]
-
-
 def pack_section(s: Section) -> bytes:
     """The record of one section."""
-    return _SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
+    return SECTION.pack(s.table, s.form, s.mode, s.weighted, s.dtype, s.ids, s.bags, s.lr)
 
 
 def pack_head(head: Head, sections: int = 0) -> bytes:
     """The first 48 bytes of a message; records (as of ``RECORD``) or JSON follow."""
-    return _HEAD.pack(
+    return HEAD.pack(
         MAGIC, VERSION, head.kind, 0, head.request, head.client, head.sequence, sections, 0
     )
 
@@ -246,7 +228,7 @@ def unpack(frames: Sequence[Frame]) -> Message:
         raise WireError("no frame at all")
     first = memoryview(frames[0])
     head, sections = _unpack_head(first)
-    rest = first[_HEAD.size :]
+    rest = first[HEAD.size :]
     if head.kind not in DATA:
         control = _unpack_control(rest, frames, sections)
         return Message(head, control, (), _NO_INTEGERS, _NOTHING, _NOTHING)
@@ -255,6 +237,11 @@ def unpack(frames: Sequence[Frame]) -> Message:
     found = tuple(_unpack_sections(rest, sections))
     integers = _unpack_integers(head.kind, frames[1], found)
     return Message(head, {}, found, integers, memoryview(frames[2]).cast("B"), rest)
+
+
+def client_of(frame: Frame) -> bytes:
+    """Who says that it sent a message; its first frame has at least a head."""
+    return bytes(frame[_CLIENT])
 
 
 def is_error(frame: Frame) -> bool:
@@ -269,14 +256,14 @@ def read_head(frame: Frame) -> tuple[Head, memoryview]:
         WireError: It is none.
     """
     first = memoryview(frame)
-    return _unpack_head(first)[0], first[_HEAD.size :]
+    return _unpack_head(first)[0], first[HEAD.size :]
 
 
 def pack_request(
     kind: Kind, request: int, client: bytes, sequence: int, sections: int, tail: bytes
 ) -> bytes:
     """The first frame of a message: its head, and what follows."""
-    return _HEAD.pack(MAGIC, VERSION, kind, 0, request, client, sequence, sections, 0) + tail
+    return HEAD.pack(MAGIC, VERSION, kind, 0, request, client, sequence, sections, 0) + tail
 
 
 def read_reply(frame: Frame) -> tuple[Kind, int]:
@@ -291,17 +278,16 @@ def read_reply(frame: Frame) -> tuple[Kind, int]:
 
 def rest_of(frame: Frame) -> memoryview:
     """What follows the head in the first frame."""
-    return memoryview(frame)[_HEAD.size :]
+    return memoryview(frame)[HEAD.size :]
 
 
 def is_repeated(frame: Frame, kind: Kind, records: bytes) -> bool:
     """Say whether the first frame of a message, whose head was read, is of this kind and has
     these records."""
     first = memoryview(frame)
-    return first[_KIND_AT] == kind and first[_HEAD.size :] == records
+    return first[_KIND_AT] == kind and first[HEAD.size :] == records
 
 
-_KIND_AT = 6
 # By number: to call an enum takes ten times as long.
 _KINDS = {kind.value: kind for kind in Kind}
 _FORMS = {form.value: form for form in Form}
@@ -318,9 +304,9 @@ def _unpack_head(frame: memoryview) -> tuple[Head, int]:
 
 
 def _unpack_fields(frame: memoryview) -> tuple[Kind, int, bytes, int, int]:
-    if len(frame) < _HEAD.size:
-        raise WireError(f"{len(frame)} bytes are too few for a head of {_HEAD.size}")
-    magic, version, kind, flags, request, client, sequence, sections, reserved = _HEAD.unpack_from(
+    if len(frame) < HEAD.size:
+        raise WireError(f"{len(frame)} bytes are too few for a head of {HEAD.size}")
+    magic, version, kind, flags, request, client, sequence, sections, reserved = HEAD.unpack_from(
         frame
     )
     if magic != MAGIC:
@@ -354,9 +340,9 @@ def _unpack_control(text: memoryview, frames: Sequence[Frame], sections: int) ->
 def _unpack_sections(records: memoryview, count: int) -> Iterable[Section]:
     if count > SECTIONS:
         raise WireError(f"{count} sections, of {SECTIONS} allowed")
-    if len(records) != count * _SECTION.size:
-        raise WireError(f"{len(records)} bytes are not {count} sections of {_SECTION.size} bytes")
-    for table, form, mode, flags, dtype, ids, bags, lr in _SECTION.iter_unpack(records):
+    if len(records) != count * SECTION.size:
+        raise WireError(f"{len(records)} bytes are not {count} sections of {SECTION.size} bytes")
+    for table, form, mode, flags, dtype, ids, bags, lr in SECTION.iter_unpack(records):
         if flags & ~WEIGHTED:
             raise WireError(f"unknown flags {flags:#x} of a section")
         if form not in _FORMS or dtype not in _DTYPES or mode not in _MODES:

@@ -26,13 +26,14 @@ from paceline.ps.protocol.wire import (
     WireError,
     pack_control,
     read_head,
+    unpack,
 )
 from paceline.ps.server.loads import Loads
 from paceline.ps.server.refusal_log import RefusalLog
 from paceline.ps.server.save_root import SavePlace
 from paceline.ps.state.clients import Admission
+from paceline.ps.state.plain_messages import Append
 from paceline.ps.state.refusal import Code, Refusal
-from paceline.ps.state.small_messages import QuickPush
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from paceline.ps.storage.faults import Place, reach
@@ -74,11 +75,13 @@ class Handler:
 
     Attributes:
         store: The state.
+        append: Journals a message that was checked, before it is applied; None without a directory.
     """
 
     def __init__(self, store: Store, durable: Durable | None, place: SavePlace) -> None:
         self.store = store
         self._durable = durable
+        self.append: Append | None = None if durable is None else durable.append_checked
         self._place = place
         self._loads = Loads(store, durable, place)
         self._start_s = time.monotonic()
@@ -92,17 +95,17 @@ class Handler:
         Raises:
             ServerStateError: The journal cannot be written: the server has to end.
         """
+        plain = self.store.answer_plain(frames, self.append)
+        if plain is not None:
+            if len(plain) == 1:  # DONE
+                reach(Place.APPLIED)
+            return plain
         try:
-            message = self.store.read(frames)
+            message = unpack(frames)
         except WireError as error:
             return self._refuse_unread(frames, error)
-        if isinstance(message, list):
-            return message
         head = message.head
         try:
-            if isinstance(message, QuickPush):
-                self._change(message, frames)
-                return message.done
             if head.kind in SEQUENCED:
                 return _done(head, self._change(message, frames))
             return self._look(message)
@@ -149,13 +152,13 @@ class Handler:
             return _done(head, {}) if work is None else Later(head, work, Code.LOAD)
         raise Refusal(Code.WIRE, f"{head.kind.name} is no request")
 
-    def _change(self, message: Message | QuickPush, frames: list[Frame]) -> dict[str, Any]:
+    def _change(self, message: Message, frames: list[Frame]) -> dict[str, Any]:
         """Check, journal, do: in this order (decision 0007)."""
         store, head = self.store, message.head
         if store.admit(head) is Admission.AGAIN:
             return store.repeat(message)
         try:
-            if isinstance(message, Message) and head.kind is Kind.LOAD:
+            if head.kind is Kind.LOAD:
                 return self._loads.load(message)
             change = store.prepare(message)
         except Refusal as refusal:
@@ -163,10 +166,8 @@ class Handler:
                 self._durable.append_refused(head, refusal)
             store.clients.count(head, refusal)
             raise
-        reach(Place.CHECKED)
-        if self._durable is not None:
-            self._durable.append(frames)
-        reach(Place.APPENDED)
+        if self.append is not None:
+            self.append(frames)
         done = store.commit(head, change)
         reach(Place.APPLIED)
         return done

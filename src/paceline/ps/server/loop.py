@@ -30,7 +30,7 @@ from paceline.ps.server.descriptors import Room, make_room
 from paceline.ps.server.dispatch import Handler, Later
 from paceline.ps.server.forked_job import Job
 from paceline.ps.server.job_queue import Jobs
-from paceline.ps.server.native_loop import Attendant
+from paceline.ps.server.native_loop import NativeLoop
 from paceline.ps.server.shm_listener import FULL, MOST, Door, Visitor
 from paceline.ps.server.zmq_socket import AGAIN_MS, Entrance
 from paceline.ps.state.refusal import Refusal
@@ -82,11 +82,11 @@ class Server:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._attendant: Attendant | None = None
-        quick = handler.store.quick
+        self._native: NativeLoop | None = None
+        store = handler.store
         # With fsync, its answers would overtake those that wait for it.
-        if self._door is not None and quick is not None and not settings.fsync:
-            self._attendant = Attendant(handler.store, quick, may_push=durable is None)
+        if self._door is not None and store.plain is not None and not settings.fsync:
+            self._native = NativeLoop(store.clients, store.plain, handler.append)
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
     def run(self, stop_fds: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Server:
     def _wait(self, stop_fds: Sequence[int]) -> dict[Any, int]:
         """What is ready. Plain messages in shared memory are answered while there is nothing."""
         timeout_ms = self._until_timer_ms()
-        if self._attendant is None or self._door is None:
+        if self._native is None or self._door is None:
             return dict(self._poller.poll(timeout_ms))
         ready = dict(self._poller.poll(0))
         if not ready:
@@ -120,7 +120,7 @@ class Server:
             sockets = [self._socket, *self._entrance.sockets]
             fds = [*(each.getsockopt(zmq.FD) for each in sockets), *stop_fds, *self._jobs.fds]
             timeout_ms = -1 if timeout_ms is None else timeout_ms
-            self._attendant.attend(self._door, [*fds, self._door.fileno()], timeout_ms)
+            self._native.run(self._door, [*fds, self._door.fileno()], timeout_ms)
             ready = dict(self._poller.poll(0))
         return ready
 
@@ -253,7 +253,7 @@ class Server:
         return b""
 
     def _until_timer_ms(self) -> int | None:
-        if self._door is not None and self._attendant is None and not self._door.rest():
+        if self._door is not None and self._native is None and not self._door.rest():
             return 0
         again_ms = AGAIN_MS if self._entrance.is_shut else None
         if not self._settings.snapshot_every_s or self._durable is None:

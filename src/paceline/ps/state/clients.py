@@ -28,7 +28,8 @@ class Admission(enum.Enum):
     """It has been done, or refused: say so again, and do nothing."""
 
 
-_ACCOUNT = struct.Struct("<Q16s")
+ACCOUNT = struct.Struct("<Q16s")
+"""Applied, client; ``pl_account`` in ``native/ps/rows.h``."""
 
 
 class Client:
@@ -41,7 +42,7 @@ class Client:
         refused: How many there were, forgotten ones included.
 
     Attributes:
-        account: ``applied`` and the client, as ``native/ps/attend.c`` reads and counts them.
+        account: ``applied`` and the client, as ``native/ps/answer.c`` reads and counts them.
         is_pinned: It may push without coming by here, so it is not forgotten.
     """
 
@@ -54,7 +55,7 @@ class Client:
         refusals: dict[int, Refusal] | None = None,
         refused: int = 0,
     ) -> None:
-        self.account = bytearray(_ACCOUNT.pack(applied, client))
+        self.account = bytearray(ACCOUNT.pack(applied, client))
         self.refusals = refusals
         self.refused = refused
         self.is_pinned = False
@@ -62,7 +63,7 @@ class Client:
     @property
     def applied(self) -> int:
         """The last number that was applied or refused."""
-        found: int = _ACCOUNT.unpack_from(self.account)[0]
+        found: int = ACCOUNT.unpack_from(self.account)[0]
         return found
 
     @applied.setter
@@ -88,6 +89,15 @@ class Clients:
         """How many messages of this client were refused, and the last ones by number."""
         known = self._clients.get(client)
         return (0, {}) if known is None else (known.refused, known.refusals or {})
+
+    def account(self, client: bytes) -> bytearray | None:
+        """Its account, if it is known."""
+        known = self._clients.get(client)
+        return None if known is None else known.account
+
+    def refresh(self, client: bytes) -> None:
+        """It has had a push applied: now it is the most recent one."""
+        self._clients[client] = self._clients.pop(client)
 
     def admit(self, head: Head) -> Admission:
         """Say whether a sequenced message is new.

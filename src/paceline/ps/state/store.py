@@ -1,9 +1,9 @@
 """The state of a server, and what each message does to it; live and in replay the same code.
 
-``ps/server/dispatch.py`` calls ``read`` for all messages, ``lookup`` for those that read rows, and
-for what changes ``admit``, ``prepare`` and ``commit``, with the journal between the last two;
-``ps/storage/durable.py`` calls the same for each record of a journal. So a replayed server cannot
-differ from the one that died. Must not know sockets or files.
+``ps/server/dispatch.py`` calls ``answer_plain`` for all messages. For what it leaves to Python
+it calls ``lookup``, or, for what changes, ``admit``, ``prepare`` and ``commit``, with the journal
+between the last two; ``ps/storage/durable.py`` calls the same for each record of a journal. So a
+replayed server cannot differ from the one that died. Must not know sockets or files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from numpy.typing import NDArray
 from paceline.errors import ConfigurationError
 from paceline.native import extension
 from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
-from paceline.ps.protocol.wire import ALIGNMENT, Frame, Head, Kind, Message, pack_head, unpack
+from paceline.ps.protocol.wire import (
+    ALIGNMENT,
+    HEAD,
+    Frame,
+    Head,
+    Kind,
+    Message,
+    client_of,
+    pack_head,
+)
 from paceline.ps.state.clients import Admission, Clients
-from paceline.ps.state.grouped_updates import push_all
 from paceline.ps.state.meter import Meter
+from paceline.ps.state.plain_messages import Append, PlainMessages
 from paceline.ps.state.refusal import Code, Refusal
-from paceline.ps.state.small_messages import Quick, QuickPush
 from paceline.ps.state.table import Budget, Table
 from paceline.ps.state.validate import Share, checked, reply_bytes
 
@@ -46,7 +54,7 @@ class Store:
 
     Attributes:
         max_message_bytes: Of one frame, in either direction.
-        quick: The quick way to the tables, with a native core.
+        plain: What the native core answers, if there is one.
     """
 
     def __init__(self, max_bytes: int, max_reply_bytes: int) -> None:
@@ -56,28 +64,32 @@ class Store:
         self._by_name: dict[str, Table] = {}
         self.max_message_bytes = max_reply_bytes
         native = extension.native
-        self.quick = None if native is None else Quick(native, max_reply_bytes)
+        self.plain = None if native is None else PlainMessages(native, max_reply_bytes)
         self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
             Kind.ATTACH: self._prepare_attach,
             Kind.PUSH: self._prepare_push,
             Kind.WRITE: self._prepare_write,
         }
 
-    def read(self, frames: Sequence[Frame]) -> list[Frame] | QuickPush | Message:
-        """Read a message: one that the quick way takes is looked up, or checked, already.
+    def answer_plain(self, frames: Sequence[Frame], append: Append | None) -> list[Frame] | None:
+        """Let the native core answer a message, as far as it can.
+
+        Args:
+            frames: Any.
+            append: Journals a push before it is applied; what it raises is raised.
 
         Returns:
-            The answer to a LOOKUP, or what ``head`` says and ``lookup`` or ``prepare`` takes.
-
-        Raises:
-            WireError: It is none.
+            The reply; None if the message is Python's, and then nothing was done.
         """
-        if self.quick is not None:
-            found = self.quick.read(frames)
-            if found is not None:
-                return found
-            self.quick.settle()  # meters get calls in their order
-        return unpack(frames)
+        if self.plain is None or len(frames) != 3 or len(frames[0]) < HEAD.size:
+            return None
+        client = client_of(frames[0])
+        found = self.plain.answer(frames, self.clients.account(client), append)
+        if found is None:
+            self.plain.settle()  # meters get calls in their order
+        elif len(found) == 1:  # DONE
+            self.clients.refresh(client)
+        return found
 
     def lookup(self, message: Message) -> list[Frame]:
         """Answer a LOOKUP. Changes nothing but meters.
@@ -113,14 +125,12 @@ class Store:
         """See :meth:`Clients.admit`."""
         return self.clients.admit(head)
 
-    def prepare(self, message: Message | QuickPush) -> Change:
+    def prepare(self, message: Message) -> Change:
         """Check a sequenced message completely. Changes nothing.
 
         Raises:
             Refusal: It does not fit.
         """
-        if isinstance(message, QuickPush):
-            return message.apply
         return self._prepare[message.head.kind](message)
 
     def commit(self, head: Head, change: Change) -> dict[str, Any]:
@@ -140,9 +150,9 @@ class Store:
         self.clients.count(head, None)
         return done
 
-    def repeat(self, message: Message | QuickPush) -> dict[str, Any]:
+    def repeat(self, message: Message) -> dict[str, Any]:
         """The control part of the answer to a message that was applied before."""
-        if isinstance(message, QuickPush) or message.head.kind is not Kind.ATTACH:
+        if message.head.kind is not Kind.ATTACH:
             return {}
         spec, shard = _described(message.control)
         known = self._by_name.get(spec.name)
@@ -156,25 +166,21 @@ class Store:
         table = Table(len(self.tables), spec, shard, self.budget)
         self.tables.append(table)
         self._by_name[spec.name] = table
-        if self.quick is not None:
-            self.quick.add(table)
+        if self.plain is not None:
+            self.plain.add(table)
         return table
-
-    def table_named(self, name: str) -> Table | None:
-        """The table of that name, if it is here."""
-        return self._by_name.get(name)
 
     def forget_traffic(self) -> None:
         """Let all meters begin anew."""
-        if self.quick is not None:
-            self.quick.settle()
+        if self.plain is not None:
+            self.plain.settle()
         for table in self.tables:
             table.lookups, table.pushes = Meter(), Meter()
 
     def stats(self, first: int, last: int) -> list[dict[str, Any]]:
         """For each of these tables: what it is, how full, how busy."""
-        if self.quick is not None:
-            self.quick.settle()
+        if self.plain is not None:
+            self.plain.settle()
         return [
             {
                 "name": table.spec.name,
@@ -215,7 +221,8 @@ class Store:
         shares = self._checked_with_memory(message)
 
         def change() -> dict[str, Any]:
-            push_all(shares)
+            for share in shares:
+                share.push()
             return {}
 
         return change

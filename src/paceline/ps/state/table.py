@@ -20,15 +20,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.native import extension
 from paceline.ps.protocol.sharding import is_owner
 from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
 from paceline.ps.state.meter import Meter
 from paceline.ps.state.native_table import Entry
+from paceline.ps.state.native_updates import rounding_of
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.row_init import TORCH_DTYPES, first_rows
 from paceline.ps.state.row_storage import RowStorage
 from paceline.ps.state.updates import state_columns, update
 
+BLOCK_BYTES = 1 << 19
+"""Of rows; with gradient and state, a block is about two megabytes."""
 _ID_BYTES = 8 + 4  # of a row's id, and of its entry in the map
 
 
@@ -64,7 +68,7 @@ class Table:
         self.spec = spec
         self.shard = shard
         self.dtype = TORCH_DTYPES[spec.dtype]
-        self.entry = Entry(spec)
+        self.entry = Entry(spec, rounding_of(spec))
         self.lookups = Meter()
         self.pushes = Meter()
         self.columns = state_columns(spec, self.dtype)
@@ -179,22 +183,34 @@ class Table:
         self, ids: NDArray[np.int64], slots: NDArray[np.int32], grad: Tensor, lr: float
     ) -> None:
         """Apply the gradient of these rows; ids are different, slots come from ``locate``."""
-        self.step += 1
-        if not len(ids):
-            return
         slots = self.materialise(ids, slots)
-        if self.spec.max_norm is not None:
+        if self.spec.max_norm is not None and len(ids):
             rows = self.storage.gather(slots)[0]
             self._renormalise(rows)
             self.storage.scatter_rows(slots, rows)
         if self.spec.padding_idx is not None:
             keep = ids != self.spec.padding_idx
             slots, grad = slots[keep], grad[torch.from_numpy(keep)]
-            if not len(slots):
-                return
-        rows, state = self.storage.gather(slots)
-        update(self.spec.optimizer, rows, state, grad, lr, self.step)
-        self.storage.scatter(slots, rows, state)
+        if self.entry.is_native:
+            self._update_natively(slots, grad, lr)
+        else:
+            self._update(slots, grad, lr)
+
+    def _update_natively(self, slots: NDArray[np.int32], grad: Tensor, lr: float) -> None:
+        if grad.data_ptr() % grad.element_size():
+            grad = grad.clone()  # a frame may begin anywhere
+        if not extension.native.update_rows(self.entry.raw, slots, grad.numpy(), lr):
+            raise RuntimeError(f"slots and gradient are not of table {self.spec.name!r}")
+
+    def _update(self, slots: NDArray[np.int32], grad: Tensor, lr: float) -> None:
+        """Gather, update, scatter, in blocks that stay in the cache."""
+        self.step += 1
+        most = max(1, BLOCK_BYTES // self.raw_dtype.itemsize)
+        for start in range(0, len(slots), most):
+            block = slice(start, start + most)
+            rows, state = self.storage.gather(slots[block])
+            update(self.spec.optimizer, rows, state, grad[block], lr, self.step)
+            self.storage.scatter(slots[block], rows, state)
 
     def write(self, ids: NDArray[np.int64], slots: NDArray[np.int32], values: Tensor) -> None:
         """Overwrite rows; their optimizer state begins anew."""

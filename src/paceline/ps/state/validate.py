@@ -8,6 +8,7 @@ changed by then; what does not fit raises ``Refusal``.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.ps.protocol.wire import ALIGNMENT, Form, Kind, Message, Section, aligned
+from paceline.ps.protocol.wire import Form, Kind, Message, Section, aligned
 from paceline.ps.state.bag_pooling import Bags
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.table import Table
@@ -45,17 +46,6 @@ class Share:
     bags: Bags | None
 
     @property
-    def is_plain(self) -> bool:
-        """Say whether its gradient is for its rows, with nothing before or behind the update.
-
-        And whether the next section's values follow at once.
-        """
-        spec = self.table.spec
-        is_padded = len(self.ids) * self.table.raw_dtype.itemsize % ALIGNMENT
-        has_extras = spec.max_norm is not None or spec.padding_idx is not None
-        return self.bags is None and not has_extras and not is_padded
-
-    @property
     def values(self) -> Tensor:
         """What was sent for each row, or for each bag."""
         lines = self.section.ids if self.bags is None else self.section.bags
@@ -66,11 +56,11 @@ class Share:
         """The gradient of ``ids``."""
         return self.values if self.bags is None else self.bags.gradient(self.values)
 
-    def part(self, start: int, stop: int) -> Share:
-        """These rows of it alone; only if it is plain."""
-        offset = self.offset + start * self.table.raw_dtype.itemsize
-        ids, slots = self.ids[start:stop], self.slots[start:stop]
-        return Share(self.table, self.section, ids, slots, self.frame, offset, None)
+    def push(self) -> None:
+        """Apply the gradient, and count it."""
+        start_ns = time.perf_counter_ns()
+        self.table.push(self.ids, self.slots, self.gradient, self.section.lr)
+        self.table.pushes.add(self.section.ids, start_ns, time.perf_counter_ns())
 
 
 def checked(tables: Sequence[Table], message: Message) -> list[Share]:

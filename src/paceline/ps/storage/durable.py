@@ -21,6 +21,7 @@ from pathlib import Path
 
 from paceline.errors import ServerStateError
 from paceline.ps.protocol.wire import (
+    SEQUENCED,
     Frame,
     Head,
     Kind,
@@ -29,6 +30,7 @@ from paceline.ps.protocol.wire import (
     pack_control,
     pack_head,
     read_head,
+    unpack,
 )
 from paceline.ps.state.clients import Admission
 from paceline.ps.state.refusal import Refusal
@@ -81,6 +83,12 @@ class Durable:
             self._journal.append(frames)
         except OSError as error:
             raise self._cannot_write(error) from error
+
+    def append_checked(self, frames: Sequence[Frame]) -> None:
+        """Journal a message that was checked, and is applied next; see ``append``."""
+        reach(Place.CHECKED)
+        self.append(frames)
+        reach(Place.APPENDED)
 
     def append_refused(self, head: Head, refusal: Refusal) -> None:
         """Journal that a message was refused."""
@@ -268,12 +276,15 @@ class Durable:
             head, _ = read_head(frames[0])
             self._store.clients.count(head, Refusal.from_json(json.loads(bytes(frames[1]))))
             return
-        message = self._store.read(frames)
-        if isinstance(message, list):
-            raise ValueError("a LOOKUP changes nothing")
-        if self._store.admit(message.head) is not Admission.NEW:
-            raise ValueError(f"number {message.head.sequence} is there twice")
-        if isinstance(message, Message) and message.head.kind is Kind.LOAD:
+        head, _ = read_head(frames[0])
+        if head.kind not in SEQUENCED:
+            raise ValueError(f"{head.kind.name} changes nothing")
+        if self._store.answer_plain(frames, None) is not None:
+            return
+        message = unpack(frames)
+        if self._store.admit(head) is not Admission.NEW:
+            raise ValueError(f"number {head.sequence} is there twice")
+        if head.kind is Kind.LOAD:
             self._replay_load(message)
             return
         change = self._store.prepare(message)

@@ -3,11 +3,12 @@
  * Only for messages that are plain and perfect. All others are Python's (ps/protocol/wire.py,
  * ps/state/validate.py), which does them from their beginning and words the refusal if there is one: so
  * nothing here has a text, and nothing is accepted here that Python would refuse
- * (tests/ps/state/test_small_messages.py compares them).
+ * (tests/ps/state/test_plain_messages.py compares them).
  *
- * What is plain: sections of ROWS whose rows all have a slot, in tables without max_norm, and with
- * no gradient for a padding row. Nothing in a message is believed: counts are compared with the
- * bytes that are there before they are multiplied, ids with the table before the map is read. */
+ * What is plain: sections of ROWS whose rows all have a slot, in tables without max_norm; for a
+ * PUSH, in tables whose optimizer update.c has. Nothing in a message is believed: counts are compared
+ * with the bytes that are there before they are multiplied, ids with the table before the map is
+ * read. */
 #include "rows.h"
 
 #include <math.h>
@@ -19,17 +20,20 @@
 
 _Static_assert(sizeof(struct pl_head) == 48, "as on the wire");
 _Static_assert(sizeof(struct pl_record) == 32, "as on the wire");
-_Static_assert(sizeof(struct pl_entry) == 112, "as ps/state/native_table.py packs it");
+_Static_assert(sizeof(struct pl_entry) == 144, "as ps/state/native_table.py packs it");
+
+struct pl_entry *pl_entry_in(PyObject *object) {
+    if (!PyByteArray_Check(object) || PyByteArray_Size(object) != sizeof(struct pl_entry)) {
+        return NULL;
+    }
+    return (struct pl_entry *)(void *)PyByteArray_AsString(object);
+}
 
 struct pl_entry *pl_entry_of(PyObject *entries, uint64_t number) {
     if (number >= (uint64_t)PyList_Size(entries)) {
         return NULL;
     }
-    PyObject *found = PyList_GetItem(entries, (Py_ssize_t)number);
-    if (!PyByteArray_Check(found) || PyByteArray_Size(found) != sizeof(struct pl_entry)) {
-        return NULL;
-    }
-    return (struct pl_entry *)(void *)PyByteArray_AsString(found);
+    return pl_entry_in(PyList_GetItem(entries, (Py_ssize_t)number));
 }
 
 struct pl_record pl_record_of(const struct pl_message *m, uint32_t number) {
@@ -80,6 +84,9 @@ bool pl_is_plain(struct pl_message *m, size_t most_bytes) {
             return false;
         }
         uint64_t bit = UINT64_C(1) << record.table % 64;
+        if (m->head.kind == PL_PUSH && entry->optimizer == PL_BY_TORCH) {
+            return false;
+        }
         if (m->head.kind == PL_PUSH && (seen[record.table / 64] & bit) != 0) {
             return false; /* twice */
         }
@@ -128,22 +135,21 @@ static bool find_slots(const struct pl_entry *entry, const char *ids, uint64_t c
         memcpy(&id, ids + i * 8, 8);
         /* Unsigned: an id below the first one is too large as well. */
         uint64_t place = (uint64_t)id - (uint64_t)entry->first;
-        if (place >= entry->span || map[place] == 0 || (is_push && id == entry->padding_idx)) {
+        if (place >= entry->span || map[place] == 0) {
             return false;
         }
         is_ascending = is_ascending && id > last;
         last = id;
-        slots[i] = map[place];
+        slots[i] = is_push && id == entry->padding_idx ? PL_SKIPPED : map[place];
     }
     return !is_push || is_ascending || are_different(slots, count);
 }
 
-bool pl_find(const struct pl_message *m, struct pl_share *shares, int32_t *slots) {
+bool pl_find(const struct pl_message *m, int32_t *slots) {
     const char *ids = m->integers.at;
     for (uint32_t number = 0; number < m->head.sections; number++) {
         struct pl_record record = pl_record_of(m, number);
         const struct pl_entry *entry = pl_entry_of(m->entries, record.table);
-        shares[number] = (struct pl_share){record.table, (uint32_t)record.ids};
         if (!find_slots(entry, ids, record.ids, m->head.kind == PL_PUSH, slots)) {
             return false;
         }

@@ -1,4 +1,4 @@
-"""Tables that are pushed together, or in blocks, have the bits of those pushed alone."""
+"""Tables that are pushed in one message, or in blocks, have the bits of those pushed alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Head, Kind, unpack
 from paceline.ps.server.dispatch import Handler
 from paceline.ps.server.save_root import SavePlace
-from paceline.ps.state import grouped_updates as together
+from paceline.ps.state import table
 from paceline.ps.state.store import Store
 from tests.ps.raw_client import attach_frames, rows_frames, values_of
 
@@ -91,7 +91,7 @@ def test_blocks_are_the_whole(optimizer: Optimizer, monkeypatch: pytest.MonkeyPa
     whole, blocks = Local([spec]), Local([spec])
     for _ in range(3):
         whole.push([(0, ids, grad, 0.1)])
-    monkeypatch.setattr(together, "_BLOCK_BYTES", 7 * 32)
+    monkeypatch.setattr(table, "BLOCK_BYTES", 7 * 32)
     for _ in range(3):
         blocks.push([(0, ids, grad, 0.1)])
     assert torch.equal(whole.rows(0), blocks.rows(0))

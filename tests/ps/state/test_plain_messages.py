@@ -1,7 +1,9 @@
-"""The quick way and Python's: the same answers, refusals, tables and meters for any message."""
+"""The native core and Python: the same answers, refusals, tables and meters for any message."""
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from paceline import ps
 from paceline.native import extension
+from paceline.ps.protocol import wire
 from paceline.ps.protocol.table_spec import Init, Shard, Sharding, Start, TableSpec
 from paceline.ps.protocol.wire import (
     Dtype,
@@ -21,20 +24,21 @@ from paceline.ps.protocol.wire import (
     Frame,
     Head,
     Kind,
-    Message,
     Mode,
     Section,
     aligned,
-    pack_data,
     pack_section,
     unpack,
 )
 from paceline.ps.server.dispatch import Handler, Later
 from paceline.ps.server.save_root import SavePlace
+from paceline.ps.state import native_table
+from paceline.ps.state.clients import ACCOUNT
+from paceline.ps.state.plain_messages import TALLY
 from paceline.ps.state.refusal import Refusal
-from paceline.ps.state.small_messages import MOST_BYTES, QuickPush
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
+from tests.ps.data_messages import pack_data
 from tests.ps.forsaken import forsake
 
 pytestmark = pytest.mark.skipif(
@@ -58,6 +62,9 @@ TABLES = [
     (TableSpec("ada", ROWS, 5, Dtype.BFLOAT16, ps.Adagrad()), Shard(Sharding.TABLE, 0, 1)),
     (TableSpec("padded", ROWS, 4, padding_idx=3), Shard(Sharding.TABLE, 0, 1)),
     (TableSpec("normed", ROWS, 4, max_norm=0.5), Shard(Sharding.TABLE, 0, 1)),
+    (TableSpec("ada32", ROWS, 4, optimizer=ps.Adagrad()), Shard(Sharding.TABLE, 0, 1)),
+    (TableSpec("row32", ROWS, 9, optimizer=ps.RowwiseAdagrad()), Shard(Sharding.HASH, 0, 2)),
+    (TableSpec("adam32", ROWS, 3, optimizer=ps.Adam()), Shard(Sharding.TABLE, 0, 1)),
     (TableSpec("empty", ROWS, 4, optimizer=ps.SGD(1.0)), Shard(Sharding.TABLE, 0, 1)),
 ]
 
@@ -69,8 +76,8 @@ class Way:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(extension, "native", native)
             self.store = Store(1 << 20, 1 << 12)
-        for spec, shard in TABLES:
-            self.store.create(spec, shard)
+            for spec, shard in TABLES:
+                self.store.create(spec, shard)
         self.durable = None if directory is None else Durable(directory, self.store, fsync=False)
         place = SavePlace(None)
         self.handler = Handler(self.store, self.durable, place)
@@ -220,33 +227,50 @@ def plain(
     return pack_data(head, [section for section, _ in parts], integers, values)
 
 
-PLAIN = [number for number, (spec, _) in enumerate(TABLES) if spec.name not in ("normed", "empty")]
+OF_TORCH = ("adam", "adam2", "rowwise", "ada")  # other dtypes
+LOOKED_UP = [n for n, (spec, _) in enumerate(TABLES) if spec.name not in ("normed", "empty")]
+PLAIN = [number for number in LOOKED_UP if TABLES[number][0].name not in OF_TORCH]
+EMPTY = len(TABLES) - 1
 
 
-def quick_way() -> Way:
+def native_way() -> Way:
     way = Way(extension.native)
     way.keep()
     return way
 
 
-def test_what_the_quick_way_takes() -> None:
-    """All optimizers, dtypes and shardings, whole messages at once."""
-    way = quick_way()
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, PLAIN)), list)
-    assert isinstance(way.store.read(plain(Kind.PUSH, PLAIN)), QuickPush)
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, [])), list)
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, [0], ids=[4, 2, 4])), list)
-    assert isinstance(way.store.read(plain(Kind.PUSH, [0], ids=[4, 2, 8])), QuickPush), "any order"
-    assert isinstance(way.store.read(plain(Kind.PUSH, [10], ids=[])), QuickPush), "no row at all"
+def kind_of(way: Way, frames: list[Frame]) -> Kind | None:
+    """What the native core answers, or None: it is Python's."""
+    way.store.clients.pin(CLIENT)
+    found = way.store.answer_plain(frames, None)
+    return None if found is None else unpack(found).head.kind
+
+
+@pytest.mark.parametrize(
+    ("frames", "answer"),
+    [
+        (plain(Kind.LOOKUP, LOOKED_UP), Kind.FOUND),
+        (plain(Kind.PUSH, PLAIN), Kind.DONE),
+        (plain(Kind.LOOKUP, []), Kind.FOUND),
+        (plain(Kind.LOOKUP, [0], ids=[4, 2, 4]), Kind.FOUND),
+        (plain(Kind.PUSH, [0], ids=[4, 2, 8]), Kind.DONE),
+        (plain(Kind.PUSH, [EMPTY], ids=[]), Kind.DONE),
+    ],
+    ids=["every dtype", "every optimizer", "nothing", "a row twice", "any order", "no row at all"],
+)
+def test_what_the_native_core_answers(frames: list[Frame], answer: Kind) -> None:
+    assert kind_of(native_way(), frames) is answer
 
 
 @pytest.mark.parametrize(
     ("frames", "why"),
     [
         (plain(Kind.LOOKUP, [0], ids=[1]), "a row that is not kept"),
-        (plain(Kind.LOOKUP, [10], ids=[1]), "a table without storage"),
+        (plain(Kind.LOOKUP, [EMPTY], ids=[1]), "a table without storage"),
         (plain(Kind.LOOKUP, [9]), "max_norm"),
-        (plain(Kind.PUSH, [8], ids=[3]), "the padding row, which is not kept either"),
+        (plain(Kind.PUSH, [8], ids=[3]), "the padding row, which is not kept"),
+        (plain(Kind.PUSH, [4]), "another dtype"),
+        (plain(Kind.PUSH, [0], 2), "a gap"),
         (plain(Kind.PUSH, [0], ids=[4, 2, 4]), "an id twice"),
         (plain(Kind.PUSH, [0, 0]), "a table twice"),
         (plain(Kind.WRITE, [0]), "WRITE"),
@@ -257,107 +281,83 @@ def test_what_the_quick_way_takes() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_pythons(frames: list[Frame], why: str) -> None:
-    assert isinstance(quick_way().store.read(frames), Message), why
+    assert kind_of(native_way(), frames) is None, why
 
 
 def test_a_padding_row_does_not_move() -> None:
-    way = quick_way()
+    way = native_way()
     ids = [2, 3, 4]
     for sequence in (1, 2):  # the first keeps it
         assert unpack(way.ask(plain(Kind.PUSH, [8], sequence, ids))).head.kind is Kind.DONE
+    assert kind_of(way, plain(Kind.PUSH, [8], 3, ids)) is Kind.DONE
     table = way.store.tables[8]
     slots = table.locate(np.array(ids))
     assert (slots > 0).all()
-    padding = table.storage.kept()[0][slots[1] - 1]
-    assert not padding.any()
-    assert isinstance(way.store.read(plain(Kind.PUSH, [8], 3, ids)), Message)
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, [8], ids=ids)), list)
+    rows = table.storage.kept()[0][slots - 1]
+    assert not rows[1].any()
+    assert rows[0].any()
+    assert rows[2].any()
 
 
-def test_large_messages_are_pythons() -> None:
+def test_large_messages_are_answered_too() -> None:
     store = Store(1 << 30, 1 << 30)
     spec = TableSpec("t", 10_000, 64)
     table = store.create(spec, Shard(Sharding.TABLE, 0, 1))
     all_ids = np.arange(10_000)
     table.materialise(all_ids, table.locate(all_ids))
-    most = MOST_BYTES // 256
-    for count, wanted in ((most, list), (most + 1, Message)):
-        section = Section(0, Form.ROWS, Dtype.FLOAT32, count)
-        integers = all_ids[:count].tobytes()
-        frames = pack_data(Head(Kind.LOOKUP, 1, CLIENT), [section], integers, b"")
-        assert isinstance(store.read(frames), wanted)
+    section = Section(0, Form.ROWS, Dtype.FLOAT32, len(all_ids))
+    frames = pack_data(Head(Kind.LOOKUP, 1, CLIENT), [section], all_ids.tobytes(), b"")
+    found = store.answer_plain(frames, None)
+    assert found is not None
+    assert len(found[2]) == 10_000 * 256
 
 
 def test_addresses_end_with_their_memory() -> None:
-    """After a table was cleared nothing of it is found; checked slots of then are refused."""
-    way = quick_way()
-    push = way.store.read(plain(Kind.PUSH, [0]))
-    assert isinstance(push, QuickPush)
+    """After a table was cleared nothing of it is found."""
+    way = native_way()
     table = way.store.tables[0]
     table.clear()
-    with pytest.raises(RuntimeError, match="not of these tables"):
-        push.apply()
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, [0])), Message)
+    assert kind_of(way, plain(Kind.LOOKUP, [0])) is None
     few = np.array([4])
     table.materialise(few, table.locate(few))
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, [0], ids=[4])), list)
-    assert isinstance(way.store.read(plain(Kind.LOOKUP, [0], ids=[6])), Message)
+    assert kind_of(way, plain(Kind.LOOKUP, [0], ids=[4])) is Kind.FOUND
+    assert kind_of(way, plain(Kind.LOOKUP, [0], ids=[6])) is None
 
 
-def test_slots_are_compared_with_the_table() -> None:
-    native = extension.native
-    way = quick_way()
-    entries = [table.entry.raw for table in way.store.tables]
-    space = torch.zeros(64)
-    shares = np.array([0, 1], np.uint32).tobytes()
-    for slot in (-1, ROWS + 1, 2**31 - 1):
-        slots = np.array([slot], np.int32).tobytes()
-        with pytest.raises(RuntimeError, match="not of these tables"):
-            native.rows_scatter(entries, shares, slots, 0, 1, space.data_ptr())
-    good = np.array([1], np.int32).tobytes()
-    native.rows_scatter(entries, shares, good, 0, 1, space.data_ptr())
-    for wrong in (
-        (entries, shares, b"", 0, 1),
-        (entries, shares, good, 0, 2),
-        ([], shares, good, 0, 1),
-    ):
-        with pytest.raises(RuntimeError, match="not of these tables"):
-            native.rows_scatter(*wrong, space.data_ptr())
-    with pytest.raises(RuntimeError, match="not of this message"):
-        native.rows_gather(
-            bytes(15), 0, space.data_ptr(), entries, shares, good, 0, 1, space.data_ptr()
-        )
+def offsets(layout: str) -> list[int]:
+    """Where each field of a struct begins, and its size."""
+    fields = re.findall(r"(\d*)([a-zA-Z])", layout.removeprefix("<"))
+    each = [f"{n}s" if code == "s" else code for n, code in fields for _ in range(repeats(n, code))]
+    return [struct.calcsize("<" + "".join(each[:end])) for end in range(len(each) + 1)]
 
 
-@pytest.mark.parametrize(
-    ("first", "together", "ids"),
-    [([2], [2, 3], [12, 14, 16]), ([4], [4, 5], [2, 4]), ([0], [0, 1, 8], [])],
-    ids=["values with a gap between", "other steps", "nothing"],
-)
-def test_alike_but_not_together(first: list[int], together: list[int], ids: list[int]) -> None:
-    """Tables of one family that cannot be updated by one call; the first has had a push more."""
-    ways = [Way(extension.native), Way(None)]
-    for way in ways:
-        way.keep()
-        for sequence, numbers in enumerate([first, together, together], start=1):
-            frames = plain(Kind.PUSH, numbers, sequence, ids)
-            assert unpack(way.ask(frames)).head.kind is Kind.DONE
-    assert isinstance(ways[0].store.read(plain(Kind.PUSH, together, 4, ids)), QuickPush)
-    assert ways[0].state() == ways[1].state()
-    assert [ways[0].store.tables[number].step for number in together] == [
-        3,
-        *[2] * len(together[1:]),
-    ]
+def repeats(number: str, code: str) -> int:
+    return 1 if code == "s" or not number else int(number)
+
+
+def test_layouts_are_those_of_the_native_core() -> None:
+    layouts = {
+        "pl_head": wire.HEAD.format,
+        "pl_record": wire.SECTION.format,
+        "pl_entry": native_table.LAYOUT,
+        "pl_account": ACCOUNT.format,
+        "pl_tally": TALLY.format,
+    }
+    found = {
+        name: np.frombuffer(each, np.uint32).tolist()
+        for name, each in extension.native.layouts().items()
+    }
+    assert found == {name: offsets(layout) for name, layout in layouts.items()}
 
 
 def test_a_fault_of_the_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """And counts: its repetition hears the same, and the next push is no gap."""
-    way = quick_way()
+    way = Way(None)
 
     def broken(*_: object) -> None:
         raise RuntimeError("bits fell out")
 
-    monkeypatch.setattr("paceline.ps.state.small_messages.update", broken)
+    monkeypatch.setattr("paceline.ps.state.table.update", broken)
     answer = way.ask(plain(Kind.PUSH, [0]))
     assert "bits fell out" in unpack(answer).control["text"]
     assert unpack(answer).control["code"] == "internal"
@@ -367,7 +367,7 @@ def test_a_fault_of_the_server_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_meters_count_each_message() -> None:
-    way = quick_way()
+    way = native_way()
     for sequence in range(1, 201):
         way.ask(plain(Kind.PUSH, [0, 1], sequence))
         way.ask(plain(Kind.LOOKUP, [0]))
@@ -386,9 +386,9 @@ def test_a_journal_is_replayed_either_way(tmp_path: Path, natively: bool) -> Non
     first = Way(ways[0], tmp_path)
     assert first.durable is not None
     for sequence in range(1, 6):  # the first keeps the rows
-        answer = first.ask(plain(Kind.PUSH, [*PLAIN, 9], sequence))
-        assert unpack(answer).head.kind is Kind.DONE
-        assert unpack(first.ask(plain(Kind.PUSH, [*PLAIN, 9], sequence))).head.kind is Kind.DONE
+        push = plain(Kind.PUSH, PLAIN if sequence % 2 else [*LOOKED_UP, 9], sequence)
+        for _ in range(2):
+            assert unpack(first.ask(push)).head.kind is Kind.DONE
     forsake(first.durable)
     second = Way(ways[1], tmp_path)
     assert second.durable is not None
