@@ -20,7 +20,8 @@ from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline import PeerFailedError, PeerLostError
-from paceline.ddp import wrapper
+from paceline.ddp import torch_surface
+from paceline.ddp.agree import peers
 from paceline.liveness.roster import Roster
 from paceline.nn import SyncBatchNorm
 from paceline.shm import meeting
@@ -127,8 +128,8 @@ POINTS: dict[str, tuple[Any, str]] = {
     "before it hands in": (meeting.Meeting, "hand_in"),
     "before it maps": (meeting.Meeting, "map_all"),
     "before it makes its core": (meeting, "_make_core"),
-    "before models are compared": (wrapper, "verify_same_model"),
-    "before the model is broadcast": (wrapper, "broadcast_module"),
+    "before models are compared": (peers, "verify_same_model"),
+    "before the model is broadcast": (torch_surface, "broadcast_module"),
 }
 
 
