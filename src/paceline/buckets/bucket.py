@@ -1,7 +1,7 @@
 """One bucket: its memory, its slots, how many gradients it still waits for, the work in flight.
 
-Owned by the reducer, one per entry of the plan. Knows its memory and its parameters; must not know
-about groups, hooks, steps or autograd.
+One per entry of a plan (ddp/reduce/bucket_set.py). Knows its memory and its parameters; must not
+know about groups, hooks, steps or autograd.
 
 Roles of the tensors:
     flat       all of the bucket's memory, which is what is reduced

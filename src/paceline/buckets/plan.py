@@ -1,8 +1,8 @@
 """Which parameter goes into which bucket at which offset: a pure function of its arguments.
 
-Called by the reducer, once at construction and once more when the order of arrival is known. Knows
-nothing about groups, hooks or autograd, and holds no tensor: a plan can be printed, compared and
-hashed, and two ranks have the same plan exactly if :attr:`BucketPlan.digest` is equal.
+Called by ddp/reduce/planner.py, once at construction and once more when the order of arrival is
+known. Knows nothing about groups, hooks or autograd, and holds no tensor: a plan can be printed,
+compared and hashed, and two ranks have the same plan exactly if :attr:`BucketPlan.digest` is equal.
 """
 
 from __future__ import annotations

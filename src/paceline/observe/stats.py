@@ -1,7 +1,7 @@
 """Times of a step, and the immutable summary that ``ddp.stats()`` returns.
 
-Written by the reducer, read by users and by the logging data. Must not know about groups or
-tensors.
+Written by ddp/reduce (snapshot.py has the counters), read by users and by the logging data. Must
+not know about groups or tensors.
 """
 
 from __future__ import annotations

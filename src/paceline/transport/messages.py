@@ -106,8 +106,8 @@ def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[
     def kind(tensor: torch.Tensor) -> tuple[str, str]:
         return str(tensor.dtype), str(tensor.device)
 
-    plain = [_plain(tensor.detach()) for tensor in tensors if tensor.numel()]
-    for _, same in groupby(sorted(plain, key=kind), key=kind):
+    carried = [_carried(tensor.detach()) for tensor in tensors if tensor.numel()]
+    for _, same in groupby(sorted(carried, key=kind), key=kind):
         chunk: list[torch.Tensor] = []
         chunk_size = 0
         for tensor in same:
@@ -119,7 +119,7 @@ def _chunks(tensors: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[
         yield chunk
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a dtype that every group can carry."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)

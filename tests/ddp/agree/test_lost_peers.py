@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline.ddp import wrapper
+from paceline.ddp import torch_surface
+from paceline.ddp.agree import peers
 from paceline.errors import PeerFailedError, PeerLostError
 from paceline.liveness.roster import Roster
 from paceline.nn import SyncBatchNorm
@@ -127,8 +128,8 @@ POINTS: dict[str, tuple[Any, str]] = {
     "before it hands in": (handshake.Handshake, "send_own"),
     "before it maps": (handshake.Handshake, "map_all"),
     "before it makes its core": (handshake, "_make_core"),
-    "before models are compared": (wrapper, "verify_same_model"),
-    "before the model is broadcast": (wrapper, "broadcast_module"),
+    "before models are compared": (peers, "verify_same_model"),
+    "before the model is broadcast": (torch_surface, "broadcast_module"),
 }
 
 

@@ -50,7 +50,7 @@ class Case:
         return view
 
     def arrive(self) -> bool:
-        """Call the hook; say whether the gradient was brought in."""
+        """Call the hook; say whether the gradient was copied in."""
         self.queue.make_hook(0, 0)()
         arrived, left = self.queue.take()
         assert arrived == [0]
@@ -225,7 +225,7 @@ def test_without_dlpack_and_without_the_core_nothing_is_brought_in() -> None:
     seed=st.integers(0, 1000),
 )
 def test_any_dense_layout(shape: tuple[int, ...], order: object, factor: float, seed: int) -> None:
-    """Whatever the parameter's strides, a gradient that has them too is brought in."""
+    """Whatever the parameter's strides, a gradient that has them too is copied in."""
     axes = list(range(len(shape)))
     order.shuffle(axes)  # type: ignore[attr-defined]
     generator = torch.Generator().manual_seed(seed)
@@ -235,8 +235,8 @@ def test_any_dense_layout(shape: tuple[int, ...], order: object, factor: float, 
     made.queue.start_copying([made.bucket.slots[0]], factor)
     gradient = stored.permute(back)
     made.parameter.grad = gradient.clone(memory_format=torch.preserve_format)
-    brought = made.arrive()
-    assert brought == (made.parameter.grad is made.view)
+    is_copied = made.arrive()
+    assert is_copied == (made.parameter.grad is made.view)
     if made.parameter.grad is made.view:
         assert same_bits(made.view, gradient * factor)
     else:

@@ -25,7 +25,7 @@ class Told:
         self.queue.due = self.due
 
     def on_output(self, leads_to_parameters: bool) -> None:
-        raise AssertionError("no output is tapped here")
+        raise AssertionError("no output has a hook here")
 
 
 def parameters(*numels: int) -> list[torch.Tensor]:

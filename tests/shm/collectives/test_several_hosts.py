@@ -170,11 +170,11 @@ def lane_timeouts() -> tuple[float, float, float]:
     """Of the lane of a wrapper, and of the backend's before and after it is changed."""
     group = dist.new_group(timeout=timedelta(seconds=70))
     ddp = DDP(nn.Linear(3, 2), process_group=group, transport="shm")
-    lane = ddp._transport.resolve()._stage._lanes._lane
+    lane = ddp._transport.resolve()._reducer._group._lane
     own = dist.new_group(backend="paceline", timeout=timedelta(seconds=90))
-    found = [group_timeout(one).total_seconds() for one in (lane, own._operations._lanes._lane)]
+    found = [group_timeout(one).total_seconds() for one in (lane, own._operations._group._lane)]
     own.set_timeout(timedelta(seconds=110))
-    return *found, group_timeout(own._operations._lanes._lane).total_seconds()
+    return *found, group_timeout(own._operations._group._lane).total_seconds()
 
 
 def test_lanes_have_the_time_out_of_their_group(hosts: Hosts) -> None:

@@ -1,7 +1,9 @@
-"""Which parameters does this backward not reach? Asked of the autograd engine, while it runs.
+"""Which parameters does a backward reach?
 
-torch's DDP walks the graph from the module's outputs. The engine knows better: it has already found
-out which nodes this very backward will run, including that an output did not enter the loss.
+Of a backward that runs, the autograd engine is asked: it has already found out which nodes it will
+run, including that an output did not enter the loss. torch's DDP walks the graph from the module's
+outputs instead. Before a backward there is only the graph: :func:`is_in_graph` walks it, until it
+has found one parameter.
 """
 
 from __future__ import annotations

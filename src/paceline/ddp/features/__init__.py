@@ -1,1 +1,1 @@
-"""What a wrapper can do beyond the plain step, each in a file of its own."""
+"""What a wrapper can do beyond the ordinary step, each in a file of its own."""

@@ -1,6 +1,6 @@
 """All buckets of one plan: made for it, given memory, opened for a step.
 
-Owned by the reducer, which replaces the whole set when it cuts buckets anew. Must not know about
+Made by step_runner.py, which replaces the whole set when buckets are cut anew. Must not know about
 steps, hooks or the order in which gradients arrive.
 """
 

@@ -1,6 +1,6 @@
 """Communication hooks: checked when they are registered, and run on a bucket.
 
-Called by the reducer. A hook may do anything, so everything it does is checked here.
+Called by the wrapper and by launch.py. A hook may do anything, so all it does is checked here.
 """
 
 from __future__ import annotations

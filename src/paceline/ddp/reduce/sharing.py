@@ -5,7 +5,7 @@ In ``(loss(a(x)) + loss(b(x))).backward()``, where ``a`` and ``b`` share layers,
 parameter's gradient is the sum of both, and both reducers are told of it. Each copies it into its
 own bucket; either result is the mean. Two things would make it wrong, so in such a step
 
-    no hook brings a shared gradient in, and none becomes a view of a bucket: who reads it later
+    no hook copies a shared gradient in, and none becomes a view of a bucket: who reads it later
     would find it scaled, or half reduced;
     only the step that ends last shows its result, for the same reason.
 
