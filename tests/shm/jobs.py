@@ -133,12 +133,20 @@ def one(group: SharedGroup, seat: Seat, name: str, count: int) -> dict[str, Any]
     return None
 
 
-def let_it_sleep(group: SharedGroup) -> None:
-    """Come late: the rank with the fault is in the collective, and has to wait."""
+def let_it_sleep(pid: int) -> None:
+    """Come late: the rank with the fault has to wait, and falls asleep, which is where it ends."""
     until_s = time.monotonic() + 60
-    while group._core.row(ROOT).life != native.LIFE_WORKING and time.monotonic() < until_s:
-        time.sleep(0.001)
-    time.sleep(0.03)
+    while is_running(pid) and time.monotonic() < until_s:
+        time.sleep(0.002)
+
+
+def is_running(pid: int) -> bool:
+    """Say whether a process is there and not stopped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "TZX"
 
 
 def with_fault(
@@ -154,12 +162,13 @@ def with_fault(
         group.barrier().wait()
         group.timeout_s = timeout_s
         point, nth, action, delay_ns = fault
+        victim = seat.gather(os.getpid())[ROOT]
         if seat.rank == ROOT:
             group._core.arm_fault(point, nth, action, delay_ns)
         error, done = None, 0
         while error is None and done < 3:
             if seat.rank != ROOT and point == native.POINT_ASLEEP:
-                let_it_sleep(group)
+                let_it_sleep(victim)
             error = one(group, seat, name, count)
             done += error is None
         return {"error": error, "done": done, "fired": group._core.faults_fired()}
