@@ -3,7 +3,7 @@
 Called by ``ps/client/link.py``.
 
 A request that goes in here is answered here, in order; a *mark* says that the next reply is too
-large and comes over ZeroMQ. The connection to the server's door stays open for as long as the
+large and comes over ZeroMQ. The connection to the server's listener stays open for as long as the
 memory is used: when it ends, so has the server.
 """
 
@@ -15,22 +15,22 @@ import socket
 from typing import Any
 
 from paceline.ps.protocol.shm_ring import (
-    KNOCK,
+    GREETING,
     MAGIC,
     OFFER,
     Handed,
-    door_path,
     is_possible,
     pair_over,
+    shm_listener_path,
 )
 from paceline.ps.protocol.wire import Frame
 from paceline.shm.passing import is_same_user
 
-_DOOR_S = 1.0
-"""So long may a server take to hand out memory; a busy one is asked again later."""
+_OFFER_S = 1.0
+"""So long may a server take to hand out memory; a busy one is asked again deferred."""
 
 
-class Shortcut:
+class ShmLink:
     """Shared memory with one server.
 
     Attributes:
@@ -47,7 +47,7 @@ class Shortcut:
         self.awaited = 0
         self.is_broken = self.is_held = self._is_waking_due = False
         self._connection = connection
-        self._door = connection.fileno()
+        self._listener = connection.fileno()
         self._pair = pair
         self._events = events
 
@@ -74,7 +74,7 @@ class Shortcut:
             frames: list[Frame] | None = self._pair.receive()
             if frames is None:
                 self.wake()
-                has_news = self._pair.wait(self._door, timeout_ms)
+                has_news = self._pair.wait(self._listener, timeout_ms)
                 frames = self._pair.receive()
                 self.is_broken = frames is None and has_news
         except ValueError:
@@ -92,18 +92,18 @@ class Shortcut:
                 os.close(event)
 
 
-def open_shortcut(address: str, client: bytes) -> Shortcut | None:
+def open_shm_link(address: str, client: bytes) -> ShmLink | None:
     """Ask the server for memory; None if it is elsewhere, has none to give, or is busy."""
-    path = door_path(address)
+    path = shm_listener_path(address)
     if path is None or not is_possible():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_DOOR_S)
+        connection.settimeout(_OFFER_S)
         connection.connect(os.fspath(path))
         if not is_same_user(connection):
             raise PermissionError(f"{path} is another user's")
-        connection.sendall(KNOCK.pack(MAGIC, client))
+        connection.sendall(GREETING.pack(MAGIC, client))
         handed, capacity, incarnation = _receive(connection)
     except OSError:
         connection.close()
@@ -118,7 +118,7 @@ def open_shortcut(address: str, client: bytes) -> Shortcut | None:
     finally:
         os.close(handed.memory)
     events = (handed.server_event, handed.trainer_event)
-    return Shortcut(connection, pair, events, incarnation)
+    return ShmLink(connection, pair, events, incarnation)
 
 
 def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
@@ -130,4 +130,4 @@ def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-    raise ConnectionError("the door was closed, or speaks another version")
+    raise ConnectionError("the listener was closed, or speaks another version")

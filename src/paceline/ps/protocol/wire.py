@@ -103,7 +103,7 @@ class Kind(enum.IntEnum):
 DATA = frozenset({Kind.LOOKUP, Kind.PUSH, Kind.WRITE, Kind.FOUND})
 SEQUENCED = frozenset({Kind.ATTACH, Kind.PUSH, Kind.WRITE, Kind.LOAD})
 LATER = frozenset({Kind.SAVE, Kind.STAGE})
-"""Answered when they are done, which may be after what was asked later."""
+"""Answered when they are done, which may be after what was asked deferred."""
 
 
 class Form(enum.IntEnum):

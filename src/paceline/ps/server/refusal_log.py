@@ -1,7 +1,7 @@
 """What a server logs about messages it refuses: enough to see what is wrong, never a flood.
 
 Called by ``ps/server/loop.py``. Whoever sends garbage must not be able to fill a disk: in each
-period a few lines are written, and the rest are counted and named in one line later.
+period a few lines are written, and the rest are counted and named in one line deferred.
 """
 
 from __future__ import annotations
