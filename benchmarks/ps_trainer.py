@@ -24,7 +24,7 @@ from paceline import ps
 from paceline.native.extension import native
 from paceline.ps.client.channel import Channel
 from paceline.ps.client.connection import Servers
-from paceline.ps.client.ledger import Ledger, Pending
+from paceline.ps.client.ledger import Ledger, OpenRequest
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, pack_head, unpack
 
 PHASES = ("forward", "prefetch", "backward", "step", "torch's part of backward")
@@ -46,7 +46,7 @@ class MemoryChannel:
         self._ledger.take(pack_control(Head(Kind.WELCOME, 0, CLIENT), welcome))
         self._done = pack_control(Head(Kind.DONE, 0, CLIENT), {})[0]
 
-    def post(self, pending: Pending) -> Pending:
+    def post(self, pending: OpenRequest) -> OpenRequest:
         """Note a request, and answer it."""
         self._ledger.enter(pending)
         self._ledger.take(self._reply(pending))
@@ -55,18 +55,18 @@ class MemoryChannel:
     def hold(self, is_held: bool) -> None:
         """Nobody has to be woken."""
 
-    def wait(self, pending: Pending) -> list[Frame]:
+    def wait(self, pending: OpenRequest) -> list[Frame]:
         """The answer, which is there."""
         assert pending.reply is not None
         return pending.reply
 
-    def abandon(self, pending: Pending) -> None:
+    def abandon(self, pending: OpenRequest) -> None:
         """Nothing is on its way."""
 
     def take_refused(self) -> None:
         """Nothing is refused."""
 
-    def _reply(self, pending: Pending) -> list[Frame]:
+    def _reply(self, pending: OpenRequest) -> list[Frame]:
         if pending.kind is not Kind.LOOKUP:
             return [pack_head(Head(Kind.DONE, pending.request, CLIENT)) + self._done[48:]]
         head = pack_head(Head(Kind.FOUND, pending.request, CLIENT), pending.sections)

@@ -19,10 +19,10 @@ import torch
 import zmq
 
 from paceline import ps
-from paceline.ps.client.shm_link import open_shortcut
+from paceline.ps.client.shm_link import open_shm_link
 from paceline.ps.protocol.settings import full_path
 from paceline.ps.protocol.wire import Head, Kind, pack_control
-from paceline.ps.server.descriptors import make_room
+from paceline.ps.server.descriptors import raise_descriptor_limit
 from tests.ps.server.test_listener import small_server, until
 
 pytestmark = pytest.mark.usefixtures("fork_server")
@@ -63,7 +63,7 @@ def busy(address: str) -> Iterator[list[int]]:
 
 def test_idle_connections_while_the_server_is_busy(tmp_path: Path) -> None:
     """In bursts, as fast as they go, again and again."""
-    make_room()
+    raise_descriptor_limit()
     with small_server(tmp_path, LIMIT) as (address, pid), busy(address) as done:
         path = Path(address.removeprefix("ipc://"))
         for _ in range(3):
@@ -91,7 +91,7 @@ def hello(dealer: Any) -> bool:
 
 def test_more_honest_trainers_than_there_is_room_for(tmp_path: Path) -> None:
     """Each says HELLO and asks for memory, as a trainer does, and stays."""
-    make_room()
+    raise_descriptor_limit()
     with (
         small_server(tmp_path, LIMIT) as (address, pid),
         zmq.Context() as context,
@@ -106,7 +106,7 @@ def test_more_honest_trainers_than_there_is_room_for(tmp_path: Path) -> None:
             if not hello(dealer):
                 break
             let_in += 1
-            memory = open_shortcut(address, os.urandom(16))
+            memory = open_shm_link(address, os.urandom(16))
             if memory is not None:
                 shared += 1
                 stack.callback(memory.close)

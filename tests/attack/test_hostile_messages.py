@@ -23,10 +23,10 @@ import torch
 import zmq
 
 from paceline.native.extension import native
-from paceline.ps.client.shm_link import open_shortcut
+from paceline.ps.client.shm_link import open_shm_link
 from paceline.ps.protocol.keys import ClientKeys, make_keys, read_client_keys
 from paceline.ps.protocol.settings import ServerSettings
-from paceline.ps.protocol.shm_ring import KNOCK, MAGIC
+from paceline.ps.protocol.shm_ring import GREETING, MAGIC
 from paceline.ps.protocol.wire import Head, Kind, pack_control, unpack
 from tests.ps.patient_client import SPEC, PatientClient
 from tests.ps.protocol.test_fuzz import (
@@ -150,7 +150,7 @@ def open_ring(address: str) -> Any:
     """A busy server may take its time."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
-        ring = open_shortcut(address, os.urandom(16))
+        ring = open_shm_link(address, os.urandom(16))
         if ring is not None:
             return ring
     raise AssertionError("the server hands out no memory any more")
@@ -184,7 +184,7 @@ def knock_wrongly(path: str, count: int) -> int:
     chance = random.Random(count)
     opened = 0
     for _ in range(count):
-        word = bytearray(KNOCK.pack(MAGIC, os.urandom(16)))
+        word = bytearray(GREETING.pack(MAGIC, os.urandom(16)))
         word[chance.randrange(8)] ^= chance.randrange(1, 256)
         words = chance.choice([b"", bytes(word[:9]), bytes(word), chance.randbytes(200)])
         with socket.socket(socket.AF_UNIX) as raw:

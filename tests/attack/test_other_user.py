@@ -22,7 +22,7 @@ from paceline import ps
 from paceline.errors import ConfigurationError, ServerKeyError, ServerRefusedError
 from paceline.ps.protocol.keys import make_keys, read_client_keys
 from paceline.ps.protocol.settings import ServerSettings
-from paceline.ps.protocol.shm_ring import KNOCK, MAGIC
+from paceline.ps.protocol.shm_ring import GREETING, MAGIC
 from paceline.ps.protocol.wire import Head, Kind, pack_control
 from tests.attack.second_user import NOBODY, as_other_user, careless_server, shared_directory
 from tests.ps.protocol.test_keys import KeyClient
@@ -86,7 +86,7 @@ def test_a_socket_in_a_shared_directory(shared: Path, tmp_path: Path) -> None:
         modes = listed(shared)
         assert set(modes.values()) == {0o600}, modes
         for name in modes:
-            words = KNOCK.pack(MAGIC, bytes(16))
+            words = GREETING.pack(MAGIC, bytes(16))
             found = as_other_user(knock_raw, str(shared / name), words)
             assert found.get("error") == "PermissionError", found
         assert as_other_user(ask_by_zeromq, address) == {"got": None}
@@ -100,7 +100,7 @@ def test_a_socket_that_was_opened_by_hand(shared: Path, tmp_path: Path) -> None:
         for path in shared.iterdir():
             path.chmod(0o666)
         for name in ("s", "s.door"):
-            found = as_other_user(knock_raw, str(shared / name), KNOCK.pack(MAGIC, bytes(16)))
+            found = as_other_user(knock_raw, str(shared / name), GREETING.pack(MAGIC, bytes(16)))
             is_ended = found.get("error") in ("BrokenPipeError", "ConnectionResetError")
             assert is_ended or found == {"got": b""}, found
         assert as_other_user(ask_by_zeromq, address) == {"got": None}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline import ps
 from paceline.ps.client.batch import FlatBags, flat_bags
-from paceline.ps.client.table_group import Group, Place, kin_of
+from paceline.ps.client.table_group import AttachedTable, Group, group_key_of
 
 SHARDINGS = ("hash", "range", "table")
 
@@ -21,9 +21,9 @@ def make_group(configs: list[ps.TableConfig], servers: int, is_weighted: bool = 
         is_whole = config.sharding == "table"
         homes = [at % servers] if is_whole else range(servers)
         numbers = tuple(10 * at + s if s in homes else -1 for s in range(servers))
-        places.append(Place(config, numbers))
-    kin = dataclasses.replace(kin_of(0, configs[0], is_weighted, is_bags=True), alone=-1)
-    return Group(range(len(configs)), places, kin)
+        places.append(AttachedTable(config, numbers))
+    key = dataclasses.replace(group_key_of(0, configs[0], is_weighted, is_bags=True), alone=-1)
+    return Group(range(len(configs)), places, key)
 
 
 def flat(config: ps.TableConfig, ids: list[int], cuts: list[int], weights: bool) -> FlatBags:

@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.ps.client.ledger import Ledger, Pending, State
+from paceline.ps.client.ledger import Ledger, OpenRequest, State
 from paceline.ps.protocol.wire import SEQUENCED, Frame, Head, Kind, pack_control, read_head
 
 CLIENT = bytes(range(16))
@@ -29,8 +29,8 @@ class Model:
         self.way_back: deque[list[Frame]] = deque()
         self.way_out.append(self.ledger.hello())
 
-    def post(self, kind: Kind, text: str = "") -> Pending:
-        pending = Pending(kind, text, json.dumps({"text": text}).encode())
+    def post(self, kind: Kind, text: str = "") -> OpenRequest:
+        pending = OpenRequest(kind, text, json.dumps({"text": text}).encode())
         self.way_out.append(self.ledger.enter(pending))
         return pending
 
@@ -89,7 +89,7 @@ def test_every_push_once_and_every_lookup_sees_the_pushes_before_it(
 ) -> None:
     model = Model()
     pushed: list[str] = []
-    lookups: list[tuple[Pending, int]] = []
+    lookups: list[tuple[OpenRequest, int]] = []
     for step in steps:
         if step == "push":
             pushed.append(f"push {len(pushed)}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline import ps
 from paceline.ps.client.channel import Channel
-from paceline.ps.client.ledger import Pending
+from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.protocol.wire import Kind
 from paceline.testing import warm_up
 
@@ -33,7 +33,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     post = Channel.post
 
-    def spy(self: Channel, pending: Pending) -> Pending:
+    def spy(self: Channel, pending: OpenRequest) -> OpenRequest:
         if pending.kind in (Kind.LOOKUP, Kind.PUSH):
             seen.append(pending.kind.name.lower())
         return post(self, pending)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from paceline import ps
 from paceline.errors import PushRefusedError, ServerRefusedError
-from paceline.ps.client.ledger import Pending
+from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.protocol.wire import Head, Kind, pack_control, read_head
 from tests.ps.client.test_ledger import CLIENT, Model, breaks
 from tests.ps.server.test_listener import DEADLINE_S, until
@@ -287,7 +287,7 @@ actions = st.lists(
 def test_every_refusal_is_told_once(steps: list[str | tuple[int, int, bool]]) -> None:
     """Whatever is lost: after a last HELLO, as many were told as were refused."""
     model = Refusing()
-    posted: list[Pending] = []
+    posted: list[OpenRequest] = []
     told = 0
     for step in steps:
         if step in ("push", "bad"):

@@ -17,11 +17,11 @@ import torch
 from paceline import ps
 from paceline.native.extension import DISABLE_VARIABLE, native
 from paceline.ps.client.batch import flat_bags
-from paceline.ps.client.link import News
-from paceline.ps.client.shm_link import Shortcut, open_shortcut
-from paceline.ps.protocol.shm_ring import CAPACITY, KNOCK, MAGIC, door_path
-from paceline.ps.server import shm_listener as door
-from paceline.ps.server.descriptors import make_room
+from paceline.ps.client.link import LinkEvent
+from paceline.ps.client.shm_link import ShmLink, open_shm_link
+from paceline.ps.protocol.shm_ring import CAPACITY, GREETING, MAGIC, shm_listener_path
+from paceline.ps.server import shm_listener as listener
+from paceline.ps.server.descriptors import raise_descriptor_limit
 from paceline.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
@@ -117,11 +117,11 @@ def test_many_replies_that_nobody_reads(one: ps.LocalServers) -> None:
         module = make(servers, "unread")
         ids = torch.arange(400)[None]
         replies = [module._tables.plan({0: flat_bags(module.config, ids)}) for _ in range(40)]
-        for visit in replies:
-            visit.ask(0)
+        for exchange in replies:
+            exchange.ask(0)
         assert 40 * 400 * DIM * 4 > 2 * CAPACITY
-        for visit in replies:
-            (found,) = visit.collect()
+        for exchange in replies:
+            (found,) = exchange.collect()
             assert found.shape == (1, DIM)
 
 
@@ -161,11 +161,11 @@ def test_another_server_at_the_same_place_is_news(one: ps.LocalServers) -> None:
     """It may have come back empty: nothing is believed before it has said what it has."""
     with ps.connect(one) as servers:
         link = servers.channels[0]._link
-        link._leave_shortcut()
+        link._leave_shm()
         link.at_rest("another one")
         assert servers.routes == ["ipc"]
-        assert link.news() is News.BROKEN
-        assert link.news() is News.NOTHING
+        assert link.news() is LinkEvent.BROKEN
+        assert link.news() is LinkEvent.NOTHING
         link.at_rest(servers.channels[0]._ledger.incarnation)
         assert servers.routes == [SHARED]
 
@@ -199,27 +199,27 @@ def test_a_killed_trainer_leaves_nothing_and_its_push_counts(one: ps.LocalServer
         assert module.rows(torch.arange(20)).unique().tolist() == [-1.0]
 
 
-def knock(address: str, words: bytes) -> socket.socket:
+def greeting(address: str, words: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(10)
-    connection.connect(os.fspath(door_path(address)))  # type: ignore[arg-type]
+    connection.connect(os.fspath(shm_listener_path(address)))  # type: ignore[arg-type]
     connection.sendall(words)
     return connection
 
 
 def test_the_door_is_private_and_takes_no_garbage(one: ps.LocalServers) -> None:
     address = one.addresses[0]
-    path = door_path(address)
+    path = shm_listener_path(address)
     assert path is not None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    silent = [knock(address, b"") for _ in range(20)]
-    for words in (b"x", b"GET / HTTP/1.0\r\n\r\n", KNOCK.pack(b"PLdoor0\0", bytes(16))):
-        with knock(address, words) as connection:
+    silent = [greeting(address, b"") for _ in range(20)]
+    for words in (b"x", b"GET / HTTP/1.0\r\n\r\n", GREETING.pack(b"PLdoor0\0", bytes(16))):
+        with greeting(address, words) as connection:
             assert connection.recv(100) == b""
     with ps.connect(one) as servers:
         assert servers.routes == [SHARED]
         taken = servers.channels[0]._link._client
-        with knock(address, KNOCK.pack(MAGIC, taken)) as connection:
+        with greeting(address, GREETING.pack(MAGIC, taken)) as connection:
             assert connection.recv(100) == b""  # somebody else's id opens nothing
         assert make(servers, "garbage")(torch.tensor([[1]])).sum().item() == 0.0
     for each in silent:
@@ -227,14 +227,14 @@ def test_the_door_is_private_and_takes_no_garbage(one: ps.LocalServers) -> None:
 
 
 def test_who_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "KNOCK_S", 1.0)
-    made = door.Door(tmp_path / "s.door", "0" * 16, make_room())
+    monkeypatch.setattr(listener, "GREETING_S", 1.0)
+    made = listener.ShmListener(tmp_path / "s.listener", "0" * 16, raise_descriptor_limit())
     try:
         address = f"ipc://{tmp_path}/s"
-        silent = knock(address, b"")
+        silent = greeting(address, b"")
         made.look()
         time.sleep(1.1)
-        with knock(address, b"") as connection:
+        with greeting(address, b"") as connection:
             made.look()
             assert silent.recv(1) == b""
             connection.settimeout(0.05)
@@ -243,8 +243,8 @@ def test_who_says_nothing_is_sent_away(tmp_path: Path, monkeypatch: pytest.Monke
         silent.close()
     finally:
         made.close()
-    assert door_path("tcp://127.0.0.1:1") is None
-    assert door_path("ipc://@name") is None
+    assert shm_listener_path("tcp://127.0.0.1:1") is None
+    assert shm_listener_path("ipc://@name") is None
 
 
 def test_garbage_in_the_ring_is_refused_and_hurts_nobody_else(one: ps.LocalServers) -> None:
@@ -253,8 +253,8 @@ def test_garbage_in_the_ring_is_refused_and_hurts_nobody_else(one: ps.LocalServe
         pid = pid_of(servers)
         before = descriptors_of(pid)
         for _ in range(20):
-            garbage = open_shortcut(one.addresses[0], os.urandom(16))
-            assert isinstance(garbage, Shortcut)
+            garbage = open_shm_link(one.addresses[0], os.urandom(16))
+            assert isinstance(garbage, ShmLink)
             for _ in range(100):
                 sizes = [chance.randrange(200) for _ in range(chance.randrange(1, 4))]
                 garbage.send([os.urandom(size) for size in sizes])
@@ -270,23 +270,23 @@ def test_a_torn_ring_ends_the_visit(one: ps.LocalServers) -> None:
     with ps.connect(one) as servers:
         module = make(servers, "torn")
         module(torch.arange(10)[None]).sum().backward()
-        shortcut = servers.channels[0]._link._shortcut
-        assert shortcut is not None
+        shm = servers.channels[0]._link._shm
+        assert shm is not None
         servers.flush()
-        tear(shortcut)
-        wait_for(lambda: has_ended(shortcut))
+        tear(shm)
+        wait_for(lambda: has_ended(shm))
         for _ in range(3):
             module(torch.arange(10)[None]).sum().backward()
         assert module.rows(torch.arange(10)).unique().tolist() == [-4.0]
         assert servers.routes == [SHARED]
-        assert servers.channels[0]._link._shortcut is not shortcut
+        assert servers.channels[0]._link._shm is not shm
 
 
-def has_ended(shortcut: Shortcut) -> bool:
-    return bool(select.select([shortcut._connection], [], [], 0)[0])
+def has_ended(shm: ShmLink) -> bool:
+    return bool(select.select([shm._connection], [], [], 0)[0])
 
 
-def tear(shortcut: Shortcut) -> None:
+def tear(shm: ShmLink) -> None:
     """Say that more is written than there is, as a trainer with a fault might do."""
     with open("/proc/self/maps") as maps:
         line = [each for each in maps if "memfd:paceline-ps" in each][-1]
@@ -294,4 +294,4 @@ def tear(shortcut: Shortcut) -> None:
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         memory.seek(start + 64)  # the count of what is written
         memory.write((1 << 40).to_bytes(8, "little"))
-    os.eventfd_write(shortcut._events[0], 1)
+    os.eventfd_write(shm._events[0], 1)

@@ -23,7 +23,7 @@ from paceline.ps.protocol.wire import (
     pack_control,
     unpack,
 )
-from paceline.ps.server.dispatch import Handler, Later
+from paceline.ps.server.dispatch import DeferredReply, Handler
 from paceline.ps.server.save_root import SavePlace
 from paceline.ps.state.store import Store
 from tests.ps.data_messages import pack_data
@@ -49,7 +49,7 @@ class Direct:
 
     def ask(self, frames: list[Any]) -> Message:
         answer = self.handler.answer([bytearray(frame) for frame in frames])
-        assert not isinstance(answer, Later)
+        assert not isinstance(answer, DeferredReply)
         found = unpack(answer)
         assert found.head.sequence == 0
         return found

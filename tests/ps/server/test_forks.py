@@ -53,16 +53,16 @@ def test_a_child_has_nothing_of_the_rings(start_servers: Start) -> None:
         module = make(servers)
         module(IDS).sum().backward()
         servers.flush()
-        shortcut = servers.channels[0]._link._shortcut
-        assert shortcut is not None
-        door, before = shortcut._door, event_descriptors()
+        shm = servers.channels[0]._link._shm
+        assert shm is not None
+        listener, before = shm._listener, event_descriptors()
         assert ring_mappings() == 1
 
         def look() -> None:
             assert ring_mappings() == 0
             assert event_descriptors() == before - 2
             with pytest.raises(OSError, match="Bad file descriptor"):
-                os.fstat(door)
+                os.fstat(listener)
 
         assert do_in_fork(look) == 0
         assert ring_mappings() == 1

@@ -17,8 +17,8 @@ import torch
 from paceline import ps
 from paceline.errors import ServerLostError, ServerStartError
 from paceline.ps.protocol.settings import ServerSettings, full_path
-from paceline.ps.server.descriptors import Room, used
-from paceline.ps.server.listener import Gate
+from paceline.ps.server.descriptors import DescriptorLimit, used
+from paceline.ps.server.listener import SocketFile
 from tests.ps.protocol.test_fuzz import serve_with_log
 
 LIMIT = 160
@@ -105,7 +105,7 @@ def test_idle_connections_at_the_door(tmp_path: Path) -> None:
         with ExitStack() as stack:
             for _ in range(4 * LIMIT):
                 idle = stack.enter_context(socket.socket(socket.AF_UNIX))
-                idle.connect(address.removeprefix("ipc://") + ".door")
+                idle.connect(address.removeprefix("ipc://") + ".listener")
             train(module, 20)
             with ps.connect([address]) as others:
                 other = ps.Embedding(10, 4, servers=others, name="t", optimizer=ps.SGD(1.0))
@@ -129,8 +129,8 @@ def test_trainers_beyond_the_shared_memory_use_zeromq(tmp_path: Path) -> None:
 
 
 def test_too_few_for_a_server() -> None:
-    assert Room(8).is_too_small
-    assert not Room(1 << 16).is_too_small
+    assert DescriptorLimit(8).is_too_small
+    assert not DescriptorLimit(1 << 16).is_too_small
 
 
 @pytest.mark.usefixtures("fork_server")
@@ -149,10 +149,10 @@ def test_a_server_with_hardly_any_does_not_start(tmp_path: Path) -> None:
     assert "ulimit -n" in (tmp_path / "log").read_text()
 
 
-def test_the_gate_leaves_nothing(tmp_path: Path) -> None:
+def test_the_socket_file_leaves_nothing(tmp_path: Path) -> None:
     before = used()
-    gate = Gate(tmp_path / "s", Room(1 << 16))
+    socket_file = SocketFile(tmp_path / "s", DescriptorLimit(1 << 16))
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
-    gate.close()
+    socket_file.close()
     assert used() == before
     assert list(tmp_path.iterdir()) == []

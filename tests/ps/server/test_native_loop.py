@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paceline.errors import ServerStateError
 from paceline.native import extension
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, read_head
-from paceline.ps.server.dispatch import Later
+from paceline.ps.server.dispatch import DeferredReply
 from paceline.ps.server.native_loop import NativeLoop
 from tests.ps.forsaken import forsake
 from tests.ps.protocol.test_shm_ring import Ends
@@ -35,12 +35,12 @@ class RingWay(Way):
         assert self.store.plain is not None
         self.ends = Ends(1 << 16)
         self.loop = NativeLoop(self.store.clients, self.store.plain, self.handler.append)
-        visitor = SimpleNamespace(pair=self.ends.server, client=CLIENT)
-        self.door: Any = SimpleNamespace(event=self.ends.events[0], visitors={CLIENT: visitor})
+        trainer = SimpleNamespace(pair=self.ends.server, client=CLIENT)
+        self.listener: Any = SimpleNamespace(event=self.ends.events[0], trainers={CLIENT: trainer})
         self.natively = self.by_python = 0
 
     def attend(self, timeout_ms: int = 0, fds: list[int] | None = None) -> None:
-        self.loop.run(self.door, fds or [], timeout_ms)
+        self.loop.run(self.listener, fds or [], timeout_ms)
 
     def ask(self, frames: list[Frame]) -> list[bytes]:
         assert self.ends.trainer.send(list(frames))
@@ -51,7 +51,7 @@ class RingWay(Way):
             return [bytes(frame) for frame in found]
         self.by_python += 1
         answer = self.handler.answer(self.ends.server.receive())
-        assert not isinstance(answer, Later)
+        assert not isinstance(answer, DeferredReply)
         return [bytes(frame) for frame in answer]
 
 
@@ -99,8 +99,8 @@ def test_a_client_that_comes_again_has_new_memory(ring: RingWay) -> None:
     ring.ask(plain(Kind.PUSH, PLAIN, 1))
     ring.ends.close()
     ring.ends = Ends(1 << 16)
-    ring.door.event = ring.ends.events[0]
-    ring.door.visitors = {CLIENT: SimpleNamespace(pair=ring.ends.server, client=CLIENT)}
+    ring.listener.event = ring.ends.events[0]
+    ring.listener.trainers = {CLIENT: SimpleNamespace(pair=ring.ends.server, client=CLIENT)}
     ring.ask(plain(Kind.PUSH, PLAIN, 2))
     assert (ring.natively, ring.by_python) == (2, 0)
 

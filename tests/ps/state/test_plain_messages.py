@@ -30,7 +30,7 @@ from paceline.ps.protocol.wire import (
     pack_section,
     unpack,
 )
-from paceline.ps.server.dispatch import Handler, Later
+from paceline.ps.server.dispatch import DeferredReply, Handler
 from paceline.ps.server.save_root import SavePlace
 from paceline.ps.state import native_table
 from paceline.ps.state.clients import ACCOUNT
@@ -89,7 +89,7 @@ class Way:
 
     def ask(self, frames: list[Frame]) -> list[bytes]:
         answer = self.handler.answer(frames)
-        assert not isinstance(answer, Later)
+        assert not isinstance(answer, DeferredReply)
         return [bytes(frame) for frame in answer]
 
     def state(self) -> list[Any]:

@@ -24,7 +24,7 @@ import torch
 from paceline.errors import ServerStartError, ServerStateError
 from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, unpack
-from paceline.ps.server.dispatch import Handler, Later
+from paceline.ps.server.dispatch import DeferredReply, Handler
 from paceline.ps.server.save_root import SavePlace
 from paceline.ps.state.refusal import Refusal
 from paceline.ps.state.store import Store
@@ -124,7 +124,7 @@ class Player:
             return self._snapshot()
         answer = self.handler.answer(self._frames(place))
         self.durable.sync()
-        if isinstance(answer, Later):
+        if isinstance(answer, DeferredReply):
             answer = self._later(answer)
         message = unpack(answer)
         if message.head.kind is Kind.ERROR:
@@ -142,13 +142,13 @@ class Player:
         self.durable.end_snapshot()
         return "done"
 
-    def _later(self, later: Later) -> list[Frame]:
+    def _later(self, deferred: DeferredReply) -> list[Frame]:
         try:
-            return later.done(json.loads(json.dumps(later.work())))
+            return deferred.done(json.loads(json.dumps(deferred.work())))
         except Refusal as refusal:
-            return self.handler.refuse(later.head, refusal)
+            return self.handler.refuse(deferred.head, refusal)
         except Exception as error:  # as the child's job tells it
-            return self.handler.refuse(later.head, Refusal(later.code, str(error)))
+            return self.handler.refuse(deferred.head, Refusal(deferred.code, str(error)))
 
     def _frames(self, place: int) -> list[Frame]:
         act, sequence = STORY[place], number_of(place)
@@ -211,7 +211,7 @@ def make_save(path: Path) -> Path:
     parts = [(n, spec, IDS, torch.full((3, spec.dim), LOADED), 0.0) for n, spec in enumerate(SPECS)]
     handler.answer(rows_frames(Head(Kind.WRITE, 1, CLIENT, 3), parts))
     later = handler.answer(pack_control(Head(Kind.SAVE, 1, CLIENT), {"path": str(path)}))
-    assert isinstance(later, Later)
+    assert isinstance(later, DeferredReply)
     later.work()
     return path
 

@@ -1,4 +1,4 @@
-/* Closes a server's gate when descriptors run out; see [Note: the gate] in ps/server/listener.py.
+/* Closes a server's socket file when descriptors run out; see [Note: the socket's file] in ps/server/listener.py.
  *
  * A thread of Python's is in here, without the interpreter's lock, while connections come: whatever
  * the server's loop computes, the name of the socket is gone before libzmq finds no descriptor. */
@@ -52,7 +52,7 @@ static int watch(int end_fd, struct pollfd *all, const long *limits, const char 
     return 0;
 }
 
-/* guard(end_fd, limit, most, path, aside) -> bool: whether the gate is closed now. */
+/* guard(end_fd, limit, most, path, aside) -> bool: whether the socket file is closed now. */
 static PyObject *guard(PyObject *self, PyObject *args) {
     (void)self;
     int end_fd;
@@ -81,6 +81,6 @@ static PyObject *guard(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef pl_guard_functions[] = {
-    {"guard", guard, METH_VARARGS, "Count descriptors while connections come; close the gate."},
+    {"guard", guard, METH_VARARGS, "Count descriptors while connections come; close the socket file."},
     {NULL, NULL, 0, NULL},
 };

@@ -14,7 +14,7 @@ matters for three equal ids in a sum (a + b is b + a), and for two where each is
 (mean, weights, frequency): only tables with such ids get a call of their own. ``max`` and
 ``nn.Embedding`` do not sort.
 
-Tables with the same bags are backed through abreast (see the note in
+Tables with the same bags are backed through side_by_side (see the note in
 ``ps/client/message_plan.py``): by one call where nothing is scaled, because ``1 * x + y`` is
 rounded once however wide a row is; by one call each where something is.
 """
@@ -70,23 +70,23 @@ class Pool:
         self.part = part
         self._plan = part.plan
         self._inputs = part.inputs
-        self._kin = part.group.kin
+        self._kin = part.group.key
         self._call: _Call | None = None
         self._rows: Tensor | None = None
 
     def forward(self, rows: Tensor) -> Sequence[Tensor]:
         """What each table of the part makes of its rows."""
-        inputs, plan, kin = self._inputs, self._plan, self._kin
+        inputs, plan, key = self._inputs, self._plan, self._kin
         places, offsets = plan.places, plan.offsets
         device = inputs[0].device
         if device != _CPU:
             rows, places, offsets = rows.to(device), places.to(device), offsets.to(device)
         if inputs[0].offsets is None:
             return [F.embedding(places.view(inputs[0].shape), rows)]
-        weights = _weights(inputs) if kin.is_weighted else None
+        weights = _weights(inputs) if key.is_weighted else None
         padding = self._padding()
         pooled, offset2bag, *found = embedding_bag_forward(
-            *(rows, places, offsets, kin.scale_grad_by_freq, _MODES[kin.mode], kin.sparse),
+            *(rows, places, offsets, key.scale_grad_by_freq, _MODES[key.mode], key.sparse),
             *(weights, False, padding),
         )
         self._call = _Call(places, offsets, weights, padding, offset2bag, *found)
@@ -130,36 +130,36 @@ class Pool:
 
     def _backward(self, call: _Call, gradient: Tensor, count: int) -> Tensor:
         """Of all tables, or of one: with the bag of each id, unless torch computes that here."""
-        kin = self._kin
+        key = self._kin
         found: Tensor = embedding_bag_backward(
             *(gradient, call.places, call.offsets, call.offset2bag, call.bag_size),
-            *(call.max_indices, count, kin.scale_grad_by_freq, _MODES[kin.mode], kin.sparse),
+            *(call.max_indices, count, key.scale_grad_by_freq, _MODES[key.mode], key.sparse),
             *(call.weights, call.padding),
         )
-        return found.coalesce().to_dense() if kin.sparse else found
+        return found.coalesce().to_dense() if key.sparse else found
 
     def _is_abreast(self) -> bool:
-        kin, plan = self._kin, self._plan
+        key, plan = self._kin, self._plan
         is_here = self._inputs[0].device == _CPU
-        if not plan.is_abreast or not is_here or kin.sparse or kin.mode == "max":
+        if not plan.is_abreast or not is_here or key.sparse or key.mode == "max":
             return False
         # By one call always, by one call each where there must be one each anyway.
-        return not kin.is_scaled or 1 in plan.repeats
+        return not key.is_scaled or 1 in plan.repeats
 
     def _backward_abreast(self, plan: NativePlan, gradients: list[Tensor]) -> Tensor:
         """Lines of the gradients of all tables' rows, one for each id."""
         assert self._call is not None
-        kin, call, count = self._kin, self._call, plan.distinct // len(gradients)
+        key, call, count = self._kin, self._call, plan.distinct // len(gradients)
         ranks, bag_of = plan.ranks, plan.first_bag_of
 
         def lines(gradient: Tensor, weights: Tensor | None) -> Tensor:
             found: Tensor = embedding_bag_dense_backward(
                 *(gradient, ranks, bag_of, call.bag_size, call.max_indices, count),
-                *(kin.scale_grad_by_freq, _MODES[kin.mode], weights, -1),
+                *(key.scale_grad_by_freq, _MODES[key.mode], weights, -1),
             )
             return found
 
-        if not kin.is_scaled:
+        if not key.is_scaled:
             return lines(torch.cat(gradients, 1), None)
         weights: Any = repeat(None) if call.weights is None else call.weights.split(len(ranks))
         pairs = zip(gradients, weights, strict=False)
@@ -223,14 +223,14 @@ class Pool:
 
     def _apart(self) -> Flags:
         """Which tables need a backward of their own; see the note above."""
-        kin, plan = self._kin, self._plan
-        if kin.mode == "max" or self.part.group.layout.is_ordered:
+        key, plan = self._kin, self._plan
+        if key.mode == "max" or self.part.group.layout.is_ordered:
             return np.zeros(plan.tables, np.bool_)
         # Torch divides by the frequency of an id that stands elsewhere in the sorted list, as soon
         # as any id before comes twice.
-        if kin.sparse or (kin.scale_grad_by_freq and 1 in plan.repeats):
+        if key.sparse or (key.scale_grad_by_freq and 1 in plan.repeats):
             return np.ones(plan.tables, np.bool_)
-        return plan.twice if kin.is_scaled else plan.thrice
+        return plan.twice if key.is_scaled else plan.thrice
 
     def _padding(self) -> int:
         """Where the padding row is in the matrix, or -1; only a table that is alone has one.

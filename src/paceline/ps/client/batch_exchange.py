@@ -1,7 +1,7 @@
 """One batch's way to the servers and back: planned, asked for, collected, pushed.
 
-Called by ``ps/client/table_set.py``. A visit belongs to one batch of one module; the graph of that
-batch keeps it alive until its backward has pushed.
+Called by ``ps/client/table_set.py``. An exchange belongs to one batch of one module; its graph
+keeps it alive until its backward has pushed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor
 from paceline.errors import ServerError
 from paceline.ps.client.bag_pooling import Pool
 from paceline.ps.client.channel import Channel
-from paceline.ps.client.ledger import Pending
+from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.client.message_parts import BagsPart, Part, RowsPart, message
 from paceline.ps.client.refused_pushes import check_refused
 from paceline.ps.protocol.wire import Frame, Kind, is_repeated
 
 
 class Stage(enum.Enum):
-    """Where a visit is."""
+    """Where an exchange is."""
 
     PLANNED = "planned"
     """It is known which rows are needed."""
@@ -31,7 +31,7 @@ class Stage(enum.Enum):
     """The rows are here. It may push, once for each backward."""
 
 
-class Visit:
+class BatchExchange:
     """One batch.
 
     Args:
@@ -52,7 +52,7 @@ class Visit:
         self.pools = [Pool(part) for part in parts if isinstance(part, RowsPart)]
         self.tables = [table for part in parts for table in part.tables]
         self._channels = channels
-        self._asked: list[tuple[Channel, Pending]] = []
+        self._asked: list[tuple[Channel, OpenRequest]] = []
 
     def ask(self, pushes_before: int) -> None:
         """Send one lookup to each server that has something of this batch."""
@@ -109,14 +109,14 @@ class Visit:
 
     def weights(self) -> list[Tensor | None]:
         """The weights of all tables that have some and whose rows travel."""
-        pools = [pool for pool in self.pools if pool.part.group.kin.is_weighted]
+        pools = [pool for pool in self.pools if pool.part.group.key.is_weighted]
         return [each.weights for pool in pools for each in pool.part.inputs]
 
     def weights_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of ``weights()``."""
         found: list[Tensor | None] = []
         for pool, mine in self._by_pool(gradients):
-            if pool.part.group.kin.is_weighted:
+            if pool.part.group.key.is_weighted:
                 found.extend(pool.weights_backward(mine))
         return found
 
@@ -153,7 +153,7 @@ class Visit:
             self._channels[server].post(message(Kind.PUSH, shares))
         return bool(shares)
 
-    def _distribute(self, channel: Channel, pending: Pending, frames: list[Frame]) -> None:
+    def _distribute(self, channel: Channel, pending: OpenRequest, frames: list[Frame]) -> None:
         server = channel.index
         sizes = [part.reply_bytes(server) for part in self.parts]
         # A FOUND repeats the records of its LOOKUP: then all sizes are the expected ones.

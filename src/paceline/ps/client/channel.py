@@ -28,8 +28,8 @@ from paceline.errors import (
     ServersClosedError,
 )
 from paceline.forks import tell_children
-from paceline.ps.client.ledger import Ledger, Pending, State
-from paceline.ps.client.link import Link, News
+from paceline.ps.client.ledger import Ledger, OpenRequest, State
+from paceline.ps.client.link import Link, LinkEvent
 from paceline.ps.client.refused_pushes import Refused, describe
 from paceline.ps.protocol.wire import Frame, WireError, is_error, read_head
 
@@ -56,12 +56,13 @@ class Patience:
 _LAST_WORDS_S = 0.5
 """So long is waited for acknowledgements when a connection is closed without a flush."""
 _NO_ENTRY = {
-    News.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a directory "
-    "made by `paceline ps keys`",
-    News.UNREADABLE: "ends every handshake: the key does not fit. keys=DIR has the key of another "
-    "server (DIR/server.pub), or this server has new keys: copy the client's directory again",
-    News.FOREIGN: "belongs to another user of this host, who may have taken its place: over ipc a "
-    "server and its trainers are of one user; others need tcp and a key (`paceline ps keys`)",
+    LinkEvent.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a "
+    "directory made by `paceline ps keys`",
+    LinkEvent.UNREADABLE: "ends every handshake: the key does not fit. keys=DIR has the key of "
+    "another server (DIR/server.pub), or this server has new keys: copy the client's directory "
+    "again",
+    LinkEvent.FOREIGN: "belongs to another user of this host, who may have taken its place: over "
+    "ipc a server and its trainers are of one user; others need tcp and a key (`paceline ps keys`)",
 }
 
 
@@ -114,7 +115,7 @@ class Channel:
             if self._ledger.is_idle:
                 self._link.at_rest(self._ledger.incarnation)
 
-    def post(self, pending: Pending) -> Pending:
+    def post(self, pending: OpenRequest) -> OpenRequest:
         """Send a request; what it answers is had by ``wait``. Waits only if too much is kept."""
         ledger, limit = self._ledger, self._patience.kept_bytes
         if ledger.kept_bytes > limit:
@@ -133,7 +134,7 @@ class Channel:
             if not self._is_closed and os.getpid() == self._owner:
                 self._link.hold(is_held)
 
-    def wait(self, pending: Pending, timeout_s: float | None = None) -> list[Frame]:
+    def wait(self, pending: OpenRequest, timeout_s: float | None = None) -> list[Frame]:
         """Wait for a request's answer.
 
         Raises:
@@ -148,7 +149,7 @@ class Channel:
             raise self._refused(pending, frames)
         return frames
 
-    def abandon(self, pending: Pending) -> None:
+    def abandon(self, pending: OpenRequest) -> None:
         """Do not wait for a request any more."""
         with self._lock:
             self._ledger.abandon(pending)
@@ -227,7 +228,7 @@ class Channel:
         frames = self._link.receive() if is_waiting else self._link.receive_now()
         if frames is None:
             return False
-        if not self._link.came_by_shortcut:
+        if not self._link.came_by_shm:
             # A broken connection is always reported before what comes over the next one.
             self._heed(self._link.news())
         self._heard_s = time.monotonic()
@@ -261,12 +262,12 @@ class Channel:
         found = self._link.obstacle().text
         return f"; {found}" if found else ""
 
-    def _heed(self, news: News) -> None:
+    def _heed(self, news: LinkEvent) -> None:
         if news in _NO_ENTRY:
             raise ServerKeyError(
                 f"server {self.index} ({self.address}) {_NO_ENTRY[news]}", **self._facts("connect")
             )
-        if news is News.BROKEN and self._ledger.state is not State.MEETING:
+        if news is LinkEvent.BROKEN and self._ledger.state is not State.MEETING:
             self._ledger.doubt()
             self._say_hello()
 
@@ -305,7 +306,7 @@ class Channel:
                 **self._facts(what),
             )
 
-    def _check_size(self, pending: Pending) -> None:
+    def _check_size(self, pending: OpenRequest) -> None:
         """Refuse what would only make the server hang up."""
         most = self._ledger.max_message_bytes
         if most is not None and pending.arrays:
@@ -331,7 +332,7 @@ class Channel:
             **self._facts(what),
         )
 
-    def _refused(self, pending: Pending, frames: list[Frame]) -> ServerError:
+    def _refused(self, pending: OpenRequest, frames: list[Frame]) -> ServerError:
         control = json.loads(bytes(read_head(frames[0])[1]))
         return ServerRefusedError(
             f"server {self.index} ({self.address}) refused {pending.what}: {control.get('text')}",

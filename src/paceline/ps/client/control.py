@@ -12,19 +12,19 @@ from typing import Any
 
 from paceline.errors import ServerError
 from paceline.ps.client.channel import Channel
-from paceline.ps.client.ledger import Pending
+from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.protocol.wire import Kind, unpack
 
 log = logging.getLogger("paceline.ps")
 
 
-def ask(channel: Channel, kind: Kind, control: Mapping[str, Any], what: str = "") -> Pending:
+def ask(channel: Channel, kind: Kind, control: Mapping[str, Any], what: str = "") -> OpenRequest:
     """Send a control message."""
     text = json.dumps(control, separators=(",", ":"), allow_nan=False).encode()
-    return channel.post(Pending(kind, what or kind.name.lower(), text))
+    return channel.post(OpenRequest(kind, what or kind.name.lower(), text))
 
 
-def answer(channel: Channel, pending: Pending, timeout_s: float | None) -> dict[str, Any]:
+def answer(channel: Channel, pending: OpenRequest, timeout_s: float | None) -> dict[str, Any]:
     """Wait for what it answers."""
     return dict(unpack(channel.wait(pending, timeout_s)).control)
 

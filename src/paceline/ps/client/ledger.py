@@ -65,7 +65,7 @@ class State(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class OpenRequest:
     """One request, kept until it is answered.
 
     Args:
@@ -120,7 +120,7 @@ class Ledger:
         self.refused = Refused()
         self._told = 0  # how many refusals of what changes something have come here
         self._client = client
-        self._open: dict[int, Pending] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._requests = 0
         self._sequence = 0
         self._hello = self._welcomed = 0
@@ -131,7 +131,7 @@ class Ledger:
         is_welcome = self._welcomed == self._hello
         return not self._open and is_welcome and self.state is State.OPEN
 
-    def enter(self, pending: Pending) -> list[Frame]:
+    def enter(self, pending: OpenRequest) -> list[Frame]:
         """Note a new request, and give the message to send."""
         if pending.kind in SEQUENCED:
             self._sequence += 1
@@ -154,7 +154,7 @@ class Ledger:
         self.state = State.DOUBTING
         return True
 
-    def abandon(self, pending: Pending) -> None:
+    def abandon(self, pending: OpenRequest) -> None:
         """Nobody waits for the reply any more. It is dropped when it comes."""
         pending.is_wanted = False
         pending.reply = None
@@ -193,7 +193,7 @@ class Ledger:
         self._settle(pending, frames)
         return [self.hello()] if not is_next and self.doubt() else []
 
-    def _is_believed(self, pending: Pending, code: str | None, is_next: bool) -> bool:
+    def _is_believed(self, pending: OpenRequest, code: str | None, is_next: bool) -> bool:
         if pending.sequence:  # refused or applied: either way its number counts
             return code != "gap"
         if code == "table" and not pending.was_doubted:
@@ -201,7 +201,7 @@ class Ledger:
             return False
         return is_next and self.state is State.OPEN
 
-    def _is_next(self, pending: Pending) -> bool:
+    def _is_next(self, pending: OpenRequest) -> bool:
         if pending.kind in LATER:
             return True
         for each in self._open.values():
@@ -209,7 +209,7 @@ class Ledger:
                 return each is pending
         return False
 
-    def _settle(self, pending: Pending, reply: list[Frame] | None) -> None:
+    def _settle(self, pending: OpenRequest, reply: list[Frame] | None) -> None:
         del self._open[pending.request]
         if pending.sequence and reply is not None and is_error(reply[0]):
             self._told += 1
@@ -248,7 +248,7 @@ class Ledger:
         return messages
 
     def _repeat(
-        self, lost: list[Pending], applied: int, refusals: Mapping[int, Mapping[str, Any]]
+        self, lost: list[OpenRequest], applied: int, refusals: Mapping[int, Mapping[str, Any]]
     ) -> list[list[Frame]]:
         """Strike off what is applied or refused; number the rest anew, changes first."""
         messages = []
@@ -265,7 +265,7 @@ class Ledger:
         return messages
 
     def _refusal(
-        self, pending: Pending, refusals: Mapping[int, Mapping[str, Any]]
+        self, pending: OpenRequest, refusals: Mapping[int, Mapping[str, Any]]
     ) -> list[Frame] | None:
         """The reply that was lost, if it was no DONE."""
         reason = refusals.get(pending.sequence)
@@ -273,7 +273,7 @@ class Ledger:
             return None
         return pack_control(Head(Kind.ERROR, pending.request, self._client), reason)
 
-    def _number(self, pending: Pending) -> list[Frame]:
+    def _number(self, pending: OpenRequest) -> list[Frame]:
         self._requests += 1
         pending.request = self._requests
         self._open[pending.request] = pending

@@ -5,16 +5,16 @@ sending without a copy would start a thread of pyzmq's that frees the memory. Wh
 copied.
 
 [Note: two ways, one order]
-Data messages take the shortcut (``ps/client/shm_link.py``) if there is one and they fit; everything
+Data messages take shared memory (``ps/client/shm_link.py``) if it is there and they fit; everything
 else goes over ZeroMQ. The ledger needs one order for both, so:
 
 - *Requests.* Once a message went over ZeroMQ, the following ones do too, until nothing is under way
   (``at_rest``). Before the server handles a message that came over ZeroMQ, it handles all that
   this trainer has put into the shared memory, which is there by then.
-- *Replies.* A request is answered the way it came. So those that come by the shortcut are older
+- *Replies.* A request is answered the way it came. So those that come by shared memory are older
   than those that come over ZeroMQ, and are taken first. A reply that is too large for the shared
   memory leaves a mark there; then the next message over ZeroMQ is that reply.
-- *A shortcut that breaks* is a broken connection: what was in it is lost, or was handled before the
+- *Shared memory that breaks* is a broken connection: what was in it is lost, or handled before the
   server reads the HELLO that follows.
 """
 
@@ -29,7 +29,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.ps.client.peer_credentials import Obstacle, is_own_peer, obstacle_at
-from paceline.ps.client.shm_link import Shortcut, open_shortcut
+from paceline.ps.client.shm_link import ShmLink, open_shm_link
 from paceline.ps.protocol.settings import IPC
 from paceline.ps.protocol.wire import Frame
 
@@ -51,7 +51,7 @@ _MOST_FAILURES = 3
 started does so once."""
 
 
-class News(enum.Enum):
+class LinkEvent(enum.Enum):
     """What happened to the connection since somebody last asked."""
 
     NOTHING = "nothing"
@@ -66,16 +66,16 @@ class News(enum.Enum):
 
 
 class Link:
-    """A DEALER socket, and perhaps a shortcut.
+    """A DEALER socket, and perhaps shared memory.
 
     Args:
         context: Whoever made it ends it.
         address: Of the server.
         curve: Key options of the socket (``curve_publickey``, ...), empty without encryption.
-        client: Who this trainer is, for the server's door.
+        client: Who this trainer is, for the server's listener.
 
     Attributes:
-        came_by_shortcut: Of the last message: whether it came from the same server as all before.
+        came_by_shm: Of the last message: whether it came from the same server as all before.
     """
 
     def __init__(self, context: Any, address: str, curve: dict[str, bytes], client: bytes) -> None:
@@ -83,12 +83,12 @@ class Link:
         self._client = client
         self._is_encrypted = bool(curve)
         self._failures = 0
-        self._shortcut: Shortcut | None = None
+        self._shm: ShmLink | None = None
         self._next_try_s = 0.0
-        self._is_direct = False  # whether data messages may take the shortcut
+        self._is_direct = False  # whether data messages may take shared memory
         self._is_marked = False  # whether the next reply comes over ZeroMQ
         self._is_replaced = False  # whether another server answers, and nobody knows yet
-        self.came_by_shortcut = False
+        self.came_by_shm = False
         self._socket = context.socket(zmq.DEALER)
         for name, value in {**_OPTIONS, **curve}.items():
             setattr(self._socket, name, value)
@@ -98,92 +98,92 @@ class Link:
     @property
     def route(self) -> str:
         """How data messages travel, for people."""
-        if self._shortcut is not None:
+        if self._shm is not None:
             return "shared memory"
         return self.address.partition(":")[0]
 
     def at_rest(self, incarnation: str | None) -> None:
-        """Take the shortcut from now on, if there is one: nothing is under way.
+        """Take shared memory from now on, if there is one: nothing is under way.
 
         Args:
             incarnation: Of the server that this trainer knows. If another one hands out memory, it
                 has taken its place unnoticed so far, and that is news.
         """
-        if self._shortcut is None and time.monotonic() >= self._next_try_s:
-            self._shortcut = open_shortcut(self.address, self._client)
+        if self._shm is None and time.monotonic() >= self._next_try_s:
+            self._shm = open_shm_link(self.address, self._client)
             self._next_try_s = time.monotonic() + _RETRY_S
-            if self._shortcut is not None and self._shortcut.incarnation != incarnation:
-                self._leave_shortcut()
+            if self._shm is not None and self._shm.incarnation != incarnation:
+                self._leave_shm()
                 self._is_replaced = True
-        self._is_direct = self._shortcut is not None
+        self._is_direct = self._shm is not None
 
     def send(self, frames: list[Frame]) -> None:
         """Queue a message; never waits."""
-        if self._is_direct and self._shortcut is not None:
-            if len(frames) > 1 and self._shortcut.send(frames):
+        if self._is_direct and self._shm is not None:
+            if len(frames) > 1 and self._shm.send(frames):
                 return
             self._is_direct = False
         self._socket.send_multipart(frames)
 
     def hold(self, is_held: bool) -> None:
         """Say that more messages follow at once; then, that they have."""
-        if self._shortcut is not None:
-            self._shortcut.is_held = is_held
+        if self._shm is not None:
+            self._shm.is_held = is_held
             if not is_held:
-                self._shortcut.wake()
+                self._shm.wake()
 
     def receive(self, timeout_ms: int = _SLICE_MS) -> list[Frame] | None:
         """One message, or None after a short while."""
-        shortcut = self._shortcut
-        if shortcut is not None and shortcut.awaited and not self._is_marked:
-            frames = shortcut.receive(timeout_ms)
+        shm = self._shm
+        if shm is not None and shm.awaited and not self._is_marked:
+            frames = shm.receive(timeout_ms)
             self._is_marked = frames == []
-            self.came_by_shortcut = True
+            self.came_by_shm = True
             return frames or None
         flags = 0 if timeout_ms else zmq.NOBLOCK  # the socket has its own time-out
         try:
             found = [frame.buffer for frame in self._socket.recv_multipart(flags, copy=False)]
         except zmq.Again:
             return None
-        self._is_marked = self.came_by_shortcut = False
+        self._is_marked = self.came_by_shm = False
         return found
 
     def receive_now(self) -> list[Frame] | None:
         """One message, if there is one."""
         return self.receive(0)
 
-    def news(self) -> News:
+    def news(self) -> LinkEvent:
         """The worst that happened since the last call."""
-        found = News.NOTHING
-        if self._is_replaced or (self._shortcut is not None and self._shortcut.is_broken):
-            self._leave_shortcut()
+        found = LinkEvent.NOTHING
+        if self._is_replaced or (self._shm is not None and self._shm.is_broken):
+            self._leave_shm()
             self._is_replaced = False
-            found = News.BROKEN
+            found = LinkEvent.BROKEN
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             what = self._judge(recv_monitor_message(self._monitor))
-            if what is News.BROKEN:
-                self._leave_shortcut()
-            elif what is not News.NOTHING:
+            if what is LinkEvent.BROKEN:
+                self._leave_shm()
+            elif what is not LinkEvent.NOTHING:
                 return what
-            found = what if found is News.NOTHING else found
+            found = what if found is LinkEvent.NOTHING else found
         return found
 
-    def _judge(self, event: Mapping[str, Any]) -> News:
+    def _judge(self, event: Mapping[str, Any]) -> LinkEvent:
         """What one event of the socket means."""
         kind = event["event"]
         if kind == zmq.EVENT_CONNECTED:
             is_ours = not self.address.startswith(IPC) or is_own_peer(event["value"])
-            return News.NOTHING if is_ours else News.FOREIGN
+            return LinkEvent.NOTHING if is_ours else LinkEvent.FOREIGN
         if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._failures = 0
-            return News.NOTHING
+            return LinkEvent.NOTHING
         if kind == zmq.EVENT_DISCONNECTED:
-            return News.BROKEN
+            return LinkEvent.BROKEN
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._failures += 1
             is_hopeless = self._is_encrypted and self._failures >= _MOST_FAILURES
-            return News.UNREADABLE if is_hopeless else News.BROKEN
-        return News.REFUSED
+            return LinkEvent.UNREADABLE if is_hopeless else LinkEvent.BROKEN
+        return LinkEvent.REFUSED
 
     def obstacle(self) -> Obstacle:
         """Why there may be no connection, as far as the socket's file tells."""
@@ -191,22 +191,22 @@ class Link:
 
     def close(self) -> None:
         """Close both sockets; what is still queued gets a moment."""
-        self._leave_shortcut()
+        self._leave_shm()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS)
 
     def let_go(self) -> None:
-        """In a forked child: close its copy of the shortcut. ZeroMQ must not be touched there."""
-        if self._shortcut is not None:
-            self._shortcut.close()
+        """In a forked child: close its copy of shared memory. ZeroMQ must not be touched there."""
+        if self._shm is not None:
+            self._shm.close()
 
-    def _leave_shortcut(self) -> None:
+    def _leave_shm(self) -> None:
         self._is_direct = self._is_marked = False
         self._next_try_s = 0.0
-        if self._shortcut is not None:
-            self._shortcut.close()
-            self._shortcut = None
+        if self._shm is not None:
+            self._shm.close()
+            self._shm = None
 
 
 _LINGER_MS = 500

@@ -1,4 +1,4 @@
-"""What a batch has to say to each server, and what is made of the answers. Called by a visit.
+"""What a batch has to say to each server, and what is made of the answers. Called by an exchange.
 
 A part is what is looked up as one: ``RowsPart`` is a group of tables whose rows travel,
 ``BagsPart`` one table whose bags are pooled by its server. Both give their *share* of a message to
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.ps.client.batch import FlatBags
-from paceline.ps.client.ledger import Pending
+from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.client.message_plan import Plan
 from paceline.ps.client.table_config import DTYPES
-from paceline.ps.client.table_group import Group, Place
+from paceline.ps.client.table_group import AttachedTable, Group
 from paceline.ps.protocol.wire import (
     ALIGNMENT,
     Form,
@@ -35,7 +35,7 @@ from paceline.ps.protocol.wire import (
 _MODES = {"sum": Mode.SUM, "mean": Mode.MEAN}
 
 
-class Share(NamedTuple):
+class PartRequest(NamedTuple):
     """A part's share of one message, as it is sent."""
 
     records: bytes
@@ -44,7 +44,7 @@ class Share(NamedTuple):
     values: Frame = b""
 
 
-def message(kind: Kind, shares: Sequence[Share]) -> Pending:
+def message(kind: Kind, shares: Sequence[PartRequest]) -> OpenRequest:
     """One message out of the shares of all parts."""
     if len(shares) == 1:
         records, sections, integers, values = shares[0]
@@ -53,7 +53,7 @@ def message(kind: Kind, shares: Sequence[Share]) -> Pending:
         sections = sum([share.sections for share in shares])
         integers = b"".join([share.integers for share in shares])
         values = b"".join([share.values for share in shares])
-    return Pending(kind, _what(kind, sections), records, sections, (integers, values))
+    return OpenRequest(kind, _what(kind, sections), records, sections, (integers, values))
 
 
 def _what(kind: Kind, sections: int) -> str:
@@ -88,10 +88,10 @@ class RowsPart:
         self.is_used: NDArray[np.bool_] | None = None
         self._pieces: dict[int, memoryview] = {}
 
-    def lookup(self, server: int) -> Share | None:
+    def lookup(self, server: int) -> PartRequest | None:
         """The ids that a server is asked for, or None."""
         share = self.plan.shares[server]
-        return None if share is None else Share(share.lookup, share.sections, share.ids)
+        return None if share is None else PartRequest(share.lookup, share.sections, share.ids)
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
@@ -105,8 +105,8 @@ class RowsPart:
         """All rows, in the order of the plan."""
         pieces = [self._pieces[server] for server in sorted(self._pieces)]
         self._pieces.clear()
-        kin = self.group.kin
-        return _tensor(pieces, kin.dtype).view(-1, kin.dim)
+        key = self.group.key
+        return _tensor(pieces, key.dtype).view(-1, key.dim)
 
     def gradient(self, gradient: Tensor) -> list[Frame]:
         """A gradient of ``result()``, as bytes for each server."""
@@ -118,7 +118,7 @@ class RowsPart:
             at = end
         return pieces
 
-    def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
+    def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> PartRequest | None:
         """A server's rows of the gradient, or None."""
         share, group = self.plan.shares[server], self.group
         is_planned = self.is_used is None and group.templates(lrs) is self.plan.templates
@@ -127,9 +127,9 @@ class RowsPart:
             return self._rare_push(server, gradient, lrs)
         if share is None:
             return None
-        return Share(share.push, sections, share.ids, _padded(gradient))
+        return PartRequest(share.push, sections, share.ids, _padded(gradient))
 
-    def _rare_push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
+    def _rare_push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> PartRequest | None:
         """Not all tables have a gradient, or one without is counted too, or rates are others."""
         found, group = self.plan.found, self.group
         counts = found.counts(server)
@@ -146,7 +146,7 @@ class RowsPart:
         low = int(found.starts[server * found.tables])
         ids = found.ids[low : low + int(counts.sum())][chosen]
         rows = np.frombuffer(gradient, np.uint8).reshape(-1, group.row_bytes)[chosen]
-        return Share(records.tobytes(), len(records), ids.tobytes(), _padded(rows.tobytes()))
+        return PartRequest(records.tobytes(), len(records), ids.tobytes(), _padded(rows.tobytes()))
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class BagsPart:
     """One table whose bags are pooled by its server."""
 
     table: int
-    place: Place
+    place: AttachedTable
     input: FlatBags
     _piece: memoryview | None = None
 
@@ -163,11 +163,11 @@ class BagsPart:
         """Which table."""
         return (self.table,)
 
-    def lookup(self, server: int) -> Share | None:
+    def lookup(self, server: int) -> PartRequest | None:
         """The bags, for the table's server."""
         if server != self.place.home:
             return None
-        return Share(self._record(0.0), 1, self._integers(), self._weights())
+        return PartRequest(self._record(0.0), 1, self._integers(), self._weights())
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
@@ -192,12 +192,12 @@ class BagsPart:
         found = bytes(_bytes(gradient))
         return [found if number >= 0 else b"" for number in self.place.numbers]
 
-    def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> Share | None:
+    def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> PartRequest | None:
         """The bags again, with their gradient."""
         if server != self.place.home:
             return None
         values = b"".join((self._weights(), _padded(gradient)))
-        return Share(self._record(lrs[self.table]), 1, self._integers(), values)
+        return PartRequest(self._record(lrs[self.table]), 1, self._integers(), values)
 
     @property
     def _row_bytes(self) -> int:

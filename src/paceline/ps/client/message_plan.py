@@ -4,7 +4,7 @@ Called by ``ps/client/table_set.py`` and ``ps/client/row_io.py``. The native cor
 (``native/ps/plan.c``) does all of it in one call. Where there is none, and where it refuses, numpy
 does the same (``ps/client/row_plan.py``), and says what is wrong.
 
-[Note: abreast]
+[Note: side_by_side]
 Tables that all got the very same bags have the same distinct ids. Their rows can stand side by side
 in one line for each id, and so can their gradients: one table that is ``tables`` times as wide. To
 its ids torch's backward does what it does to those of each table by itself
@@ -24,12 +24,12 @@ from torch import Tensor
 
 from paceline.native.extension import native
 from paceline.ps.client.batch import FlatBags
-from paceline.ps.client.row_plan import Flags, Found, Ints
+from paceline.ps.client.row_plan import DistinctRows, Flags, Ints
 from paceline.ps.client.table_group import Group
 from paceline.ps.protocol.wire import RECORD, Frame
 
 
-class RowsShare(NamedTuple):
+class RowsRequest(NamedTuple):
     """What one server is sent.
 
     Args:
@@ -70,7 +70,7 @@ class Plan:
     def __init__(
         self,
         templates: bytes,
-        shares: Sequence[RowsShare | None],
+        shares: Sequence[RowsRequest | None],
         repeats: bytes,
         distinct: int,
     ) -> None:
@@ -92,7 +92,7 @@ class Plan:
         return np.frombuffer(self.repeats, np.bool_, self.tables, self.tables)
 
     @property
-    def found(self) -> Found:
+    def found(self) -> DistinctRows:
         """The same in numpy, for what is rare."""
         raise NotImplementedError
 
@@ -111,7 +111,7 @@ class NumpyPlan(Plan):
         self._found = found
 
     @property
-    def found(self) -> Found:
+    def found(self) -> DistinctRows:
         """All there is."""
         return self._found
 
@@ -127,7 +127,7 @@ class NativePlan(Plan):
 
     def __init__(self, templates: bytes, first: int, found: Any) -> None:
         self._memory, ids, bags, distinct, shares, repeats, self.is_abreast = found
-        shares = [None if share is None else RowsShare._make(share) for share in shares]
+        shares = [None if share is None else RowsRequest._make(share) for share in shares]
         super().__init__(templates, shares, repeats, distinct)
         self._first = first
         self._ranks_at = 2 * ids + bags
@@ -159,13 +159,13 @@ class NativePlan(Plan):
         return found
 
     @cached_property
-    def found(self) -> Found:
+    def found(self) -> DistinctRows:
         """The same in numpy."""
         numbers = np.frombuffer(self._memory, np.int64)
         ids = numbers[self._ids_at :][: self.distinct]
         starts = numbers[self._ids_at + len(self.places) :]
         inverse = numbers[: len(self.places)]
-        return Found(ids, inverse, starts, self.tables, self.twice, self.thrice)
+        return DistinctRows(ids, inverse, starts, self.tables, self.twice, self.thrice)
 
     def _ints(self, at: int, count: int) -> Tensor:
         if not count:
@@ -188,7 +188,7 @@ def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> P
     return NumpyPlan(group, inputs, templates)
 
 
-def _share(found: Found, server: int, templates: np.ndarray) -> RowsShare | None:
+def _share(found: DistinctRows, server: int, templates: np.ndarray) -> RowsRequest | None:
     counts = found.counts(server)
     keep = counts > 0
     if not keep.any():
@@ -199,7 +199,7 @@ def _share(found: Found, server: int, templates: np.ndarray) -> RowsShare | None
     lookup = push.copy()
     lookup["lr"] = 0.0
     ids = found.ids[low : low + int(counts.sum())]
-    return RowsShare(lookup.tobytes(), push.tobytes(), len(push), ids.data.cast("B"))
+    return RowsRequest(lookup.tobytes(), push.tobytes(), len(push), ids.data.cast("B"))
 
 
 def _offsets(inputs: Sequence[FlatBags]) -> Ints:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from paceline.errors import ConfigurationError
 from paceline.ps.client.connection import Servers
 from paceline.ps.client.table_config import TableConfig
-from paceline.ps.client.table_group import Place
+from paceline.ps.client.table_group import AttachedTable
 from paceline.ps.protocol.table_spec import Sharding
 from paceline.ps.protocol.wire import Kind
 
 
-def attach(servers: Servers, configs: Sequence[TableConfig]) -> list[Place]:
+def attach(servers: Servers, configs: Sequence[TableConfig]) -> list[AttachedTable]:
     """Create the tables, or use those that are there.
 
     Raises:
@@ -47,7 +47,9 @@ def attach(servers: Servers, configs: Sequence[TableConfig]) -> list[Place]:
     for (server, table), answer in zip(wanted, answers, strict=True):
         numbers[table][server] = int(answer["table"])
         servers.channels[server].names[int(answer["table"])] = configs[table].name
-    return [Place(config, tuple(found)) for config, found in zip(configs, numbers, strict=True)]
+    return [
+        AttachedTable(config, tuple(found)) for config, found in zip(configs, numbers, strict=True)
+    ]
 
 
 def balanced(configs: Sequence[TableConfig], servers: int) -> list[int]:

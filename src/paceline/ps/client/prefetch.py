@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.ps.client.batch_exchange import Stage, Visit
+from paceline.ps.client.batch_exchange import BatchExchange, Stage
 
 log = logging.getLogger("paceline.ps")
 
@@ -46,7 +46,7 @@ class _Announced:
     batch: Any
     tensors: list[tuple[Tensor, int]]
     """With their versions when they were announced."""
-    visit: Visit
+    exchange: BatchExchange
     epoch: int
 
 
@@ -62,13 +62,13 @@ class Announcements:
     counts: PrefetchCounts = field(default_factory=PrefetchCounts)
     _waiting: list[_Announced] = field(default_factory=list)
 
-    def add(self, batch: Any, visit: Visit, epoch: int) -> None:
+    def add(self, batch: Any, exchange: BatchExchange, epoch: int) -> None:
         """Keep a batch until it is used."""
         tensors = [(each, each._version) for each in _tensors(batch)]
-        self._waiting.append(_Announced(batch, tensors, visit, epoch))
+        self._waiting.append(_Announced(batch, tensors, exchange, epoch))
         if len(self._waiting) > self.staleness + 1:
             dropped = self._waiting.pop(0)
-            dropped.visit.forget()
+            dropped.exchange.forget()
             if not self.counts.dropped:
                 log.warning(
                     "a prefetched batch was not used before %d newer ones came; its rows were "
@@ -81,24 +81,24 @@ class Announcements:
         """Ask for what may be asked for now."""
         if open_graphs <= self.staleness:
             for each in self._waiting:
-                if each.visit.stage is Stage.PLANNED:
-                    each.visit.ask(pushes)
+                if each.exchange.stage is Stage.PLANNED:
+                    each.exchange.ask(pushes)
 
-    def take(self, batch: Any, pushes: int, epoch: int) -> Visit | None:
-        """The visit of a batch that is used now, if it was announced."""
+    def take(self, batch: Any, pushes: int, epoch: int) -> BatchExchange | None:
+        """The exchange of a batch that is used now, if it was announced."""
         for at, each in enumerate(self._waiting):
             if _is_unchanged(each) and _is_same(batch, each.batch):
                 del self._waiting[at]
                 self._use(each, pushes, epoch)
-                return each.visit
+                return each.exchange
         return None
 
     def _use(self, each: _Announced, pushes: int, epoch: int) -> None:
-        visit = each.visit
-        is_asked = visit.stage is Stage.ASKED
-        is_old = pushes - visit.pushes_before > self.staleness or epoch != each.epoch
+        exchange = each.exchange
+        is_asked = exchange.stage is Stage.ASKED
+        is_old = pushes - exchange.pushes_before > self.staleness or epoch != each.epoch
         if is_asked and is_old:
-            visit.forget()
+            exchange.forget()
         self.counts.used += 1
         self.counts.late += not is_asked or is_old
 

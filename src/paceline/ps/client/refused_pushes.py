@@ -24,7 +24,7 @@ from paceline.ps.protocol.wire import RECORD, Frame
 
 if TYPE_CHECKING:
     from paceline.ps.client.channel import Channel
-    from paceline.ps.client.ledger import Pending
+    from paceline.ps.client.ledger import OpenRequest
 
 _IDS = 3  # so many are named
 
@@ -47,7 +47,7 @@ class Refused:
     ids: list[int] = field(default_factory=list)
     reason: Mapping[str, Any] = field(default_factory=dict)
 
-    def add(self, pending: Pending, reason: Mapping[str, Any]) -> None:
+    def add(self, pending: OpenRequest, reason: Mapping[str, Any]) -> None:
         """Note a push, before its arrays are let go."""
         if not self.pushes:
             self.reason = reason

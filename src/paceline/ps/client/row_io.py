@@ -12,16 +12,16 @@ from torch import Tensor
 
 from paceline.errors import BagsError, CollectiveInputError
 from paceline.ps.client.batch import FlatBags, flat_ids
-from paceline.ps.client.batch_exchange import Visit
+from paceline.ps.client.batch_exchange import BatchExchange
 from paceline.ps.client.message_parts import RowsPart, message
 from paceline.ps.client.message_plan import planned
-from paceline.ps.client.table_set import Tables
+from paceline.ps.client.table_set import TableSet
 from paceline.ps.protocol.wire import Kind
 
 PIECE_BYTES = 16 << 20
 
 
-def read_rows(tables: Tables, table: int, ids: Tensor) -> Tensor:
+def read_rows(tables: TableSet, table: int, ids: Tensor) -> Tensor:
     """The rows of some ids, in their order, duplicates included. Changes nothing.
 
     Raises:
@@ -33,13 +33,13 @@ def read_rows(tables: Tables, table: int, ids: Tensor) -> Tensor:
     step = _piece(tables, table)
     for at in range(0, flat.count, step):
         part = _part(tables, table, flat, at, at + step)
-        visit = Visit([part], tables.servers.channels)
-        visit.ask(0)
-        (rows[at : at + step],) = visit.collect()
+        exchange = BatchExchange([part], tables.servers.channels)
+        exchange.ask(0)
+        (rows[at : at + step],) = exchange.collect()
     return rows.view(*ids.shape, config.embedding_dim)
 
 
-def write_rows(tables: Tables, table: int, ids: Tensor, rows: Tensor) -> None:
+def write_rows(tables: TableSet, table: int, ids: Tensor, rows: Tensor) -> None:
     """Overwrite rows; their optimizer state begins anew. Returns when all servers have them.
 
     Raises:
@@ -64,7 +64,7 @@ def write_rows(tables: Tables, table: int, ids: Tensor, rows: Tensor) -> None:
     tables.servers.flush()
 
 
-def _write(tables: Tables, part: RowsPart, rows: Tensor) -> None:
+def _write(tables: TableSet, part: RowsPart, rows: Tensor) -> None:
     ordered = torch.empty_like(rows, memory_format=torch.contiguous_format)
     ordered[part.plan.places] = rows.detach()
     values = part.gradient(ordered)
@@ -77,13 +77,13 @@ def _write(tables: Tables, part: RowsPart, rows: Tensor) -> None:
         channel.wait(pending)
 
 
-def _part(tables: Tables, table: int, flat: FlatBags, low: int, high: int) -> RowsPart:
+def _part(tables: TableSet, table: int, flat: FlatBags, low: int, high: int) -> RowsPart:
     ids = flat.ids[low:high]
     piece = FlatBags(ids, None, None, ids.shape, flat.device)
     (group,) = tables.groups_of({table: piece})
     return RowsPart(group, planned(group, [piece], tables.lrs), [piece])
 
 
-def _piece(tables: Tables, table: int) -> int:
+def _piece(tables: TableSet, table: int) -> int:
     config = tables.places[table].config
     return max(1, PIECE_BYTES // (config.embedding_dim * config.dtype.itemsize + 8))

@@ -29,7 +29,7 @@ _ID = np.int64((1 << ID_BITS) - 1)
 
 
 @dataclass(frozen=True)
-class Found:
+class DistinctRows:
     """The distinct rows of a batch.
 
     Args:
@@ -107,7 +107,7 @@ class Layout:
         if sharding is Sharding.TABLE:  # then the server is a function of the table
             self._tables = self._tables + (self._homes << shift)
 
-    def find(self, ids: Sequence[Ints]) -> Found:
+    def find(self, ids: Sequence[Ints]) -> DistinctRows:
         """The distinct rows behind the ids of each table.
 
         Raises:
@@ -132,7 +132,7 @@ class Layout:
         distinct = ordered[is_new]
         starts = np.searchsorted(distinct, self._bounds)
         twice, thrice = self._repeated(ordered, is_new)
-        return Found(distinct & _ID, inverse, starts, len(self._rows), twice, thrice)
+        return DistinctRows(distinct & _ID, inverse, starts, len(self._rows), twice, thrice)
 
     def owner_of(self, table: int, id: int) -> int:
         """The server that has a row."""

@@ -3,7 +3,7 @@
 Called by ``ps/client/link.py``.
 
 A request that goes in here is answered here, in order; a *mark* says that the next reply is too
-large and comes over ZeroMQ. The connection to the server's door stays open for as long as the
+large and comes over ZeroMQ. The connection to the server's listener stays open for as long as the
 memory is used: when it ends, so has the server.
 """
 
@@ -15,21 +15,21 @@ from typing import Any
 
 from paceline.memory.descriptors import close_all, is_same_user, receive
 from paceline.ps.protocol.shm_ring import (
-    KNOCK,
+    GREETING,
     MAGIC,
     OFFER,
     Handed,
-    door_path,
     is_possible,
     pair_over,
+    shm_listener_path,
 )
 from paceline.ps.protocol.wire import Frame
 
-_DOOR_S = 1.0
+_OFFER_S = 1.0
 """So long may a server take to hand out memory; a busy one is asked again later."""
 
 
-class Shortcut:
+class ShmLink:
     """Shared memory with one server.
 
     Attributes:
@@ -46,7 +46,7 @@ class Shortcut:
         self.awaited = 0
         self.is_broken = self.is_held = self._is_waking_due = False
         self._connection = connection
-        self._door = connection.fileno()
+        self._listener = connection.fileno()
         self._pair = pair
         self._events = events
 
@@ -73,7 +73,7 @@ class Shortcut:
             frames: list[Frame] | None = self._pair.receive()
             if frames is None:
                 self.wake()
-                has_news = self._pair.wait(self._door, timeout_ms)
+                has_news = self._pair.wait(self._listener, timeout_ms)
                 frames = self._pair.receive()
                 self.is_broken = frames is None and has_news
         except ValueError:
@@ -91,18 +91,18 @@ class Shortcut:
                 os.close(event)
 
 
-def open_shortcut(address: str, client: bytes) -> Shortcut | None:
+def open_shm_link(address: str, client: bytes) -> ShmLink | None:
     """Ask the server for memory; None if it is elsewhere, has none to give, or is busy."""
-    path = door_path(address)
+    path = shm_listener_path(address)
     if path is None or not is_possible():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_DOOR_S)
+        connection.settimeout(_OFFER_S)
         connection.connect(os.fspath(path))
         if not is_same_user(connection):
             raise PermissionError(f"{path} is another user's")
-        connection.sendall(KNOCK.pack(MAGIC, client))
+        connection.sendall(GREETING.pack(MAGIC, client))
         handed, capacity, incarnation = _receive(connection)
     except OSError:
         connection.close()
@@ -117,7 +117,7 @@ def open_shortcut(address: str, client: bytes) -> Shortcut | None:
     finally:
         os.close(handed.memory)
     events = (handed.server_event, handed.trainer_event)
-    return Shortcut(connection, pair, events, incarnation)
+    return ShmLink(connection, pair, events, incarnation)
 
 
 def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
@@ -127,4 +127,4 @@ def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
         if magic == MAGIC:
             return Handed(*descriptors), capacity, incarnation.decode("ascii", "replace")
     close_all(descriptors)
-    raise ConnectionError("the door was closed, or speaks another version")
+    raise ConnectionError("the listener was closed, or speaks another version")

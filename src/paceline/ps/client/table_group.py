@@ -2,7 +2,7 @@
 
 Called by ``ps/client/batch_exchange.py``.
 
-Tables are *kin* if rows of all of them fit into one matrix and torch can pool all their bags at
+Tables are of one *group* if rows of all of them fit into one matrix and torch can pool all bags at
 once. What is the same for every batch (numbers of tables on servers, records of sections) is made
 once, here.
 """
@@ -27,7 +27,7 @@ Records = NDArray[np.void]
 
 
 @dataclass(frozen=True)
-class Place:
+class AttachedTable:
     """One attached table.
 
     Args:
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Kin:
+class GroupKey:
     """What tables of one group have in common; ``alone`` keeps a table to itself."""
 
     dim: int
@@ -68,7 +68,7 @@ class Kin:
         return self.mode == "mean" or self.is_weighted or self.scale_grad_by_freq
 
 
-def kin_of(index: int, config: TableConfig, is_weighted: bool, is_bags: bool) -> Kin:
+def group_key_of(index: int, config: TableConfig, is_weighted: bool, is_bags: bool) -> GroupKey:
     """Which group a table belongs to for this batch.
 
     A table with padding stays alone because torch takes one ``padding_idx``; one whose rows are no
@@ -76,7 +76,7 @@ def kin_of(index: int, config: TableConfig, is_weighted: bool, is_bags: bool) ->
     """
     is_aligned = config.embedding_dim * config.dtype.itemsize % ALIGNMENT == 0
     is_free = is_bags and is_aligned and config.padding_idx is None
-    return Kin(
+    return GroupKey(
         config.embedding_dim,
         config.dtype,
         config.mode,
@@ -89,12 +89,12 @@ def kin_of(index: int, config: TableConfig, is_weighted: bool, is_bags: bool) ->
 
 
 class Group:
-    """Tables of the same kin.
+    """Tables with the same key.
 
     Args:
         tables: Their indices in the module.
         places: What they are and where.
-        kin: What they have in common.
+        key: What they have in common.
 
     Attributes:
         records: For each server the records of all tables, with no ids yet.
@@ -102,17 +102,19 @@ class Group:
         least_sections: For each server: a push with fewer sections may lack such a table.
     """
 
-    def __init__(self, tables: Sequence[int], places: Sequence[Place], kin: Kin) -> None:
+    def __init__(
+        self, tables: Sequence[int], places: Sequence[AttachedTable], key: GroupKey
+    ) -> None:
         self.tables = tuple(tables)
         self.places = tuple(places)
-        self.kin = kin
-        self.row_bytes = kin.dim * kin.dtype.itemsize
+        self.key = key
+        self.row_bytes = key.dim * key.dtype.itemsize
         servers = len(places[0].numbers)
         configs = [place.config for place in places]
         self.layout = Layout(
             [config.name for config in configs],
             [config.num_embeddings for config in configs],
-            kin.sharding,
+            key.sharding,
             servers,
             [place.home for place in places],
         )
@@ -143,5 +145,5 @@ class Group:
         records = np.zeros(len(self.places), RECORD)
         records["table"] = [max(0, place.numbers[server]) for place in self.places]
         records["form"] = Form.ROWS
-        records["dtype"] = DTYPES[self.kin.dtype]
+        records["dtype"] = DTYPES[self.key.dtype]
         return records

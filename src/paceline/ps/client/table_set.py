@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from paceline.errors import BagsError, ConfigurationError
 from paceline.forks import tell_children
 from paceline.ps.client.batch import FlatBags
-from paceline.ps.client.batch_exchange import Stage, Visit
+from paceline.ps.client.batch_exchange import BatchExchange, Stage
 from paceline.ps.client.connection import Servers
 from paceline.ps.client.message_parts import BagsPart, Part, RowsPart
 from paceline.ps.client.message_plan import Plan, planned
@@ -28,13 +28,13 @@ from paceline.ps.client.prefetch import Announcements
 from paceline.ps.client.refused_pushes import check_refused
 from paceline.ps.client.row_plan import MOST_TABLES
 from paceline.ps.client.table_config import TableConfig
-from paceline.ps.client.table_group import Group, Kin, kin_of
+from paceline.ps.client.table_group import Group, GroupKey, group_key_of
 
 Batch = Mapping[int, FlatBags]
 """For each table that is asked, by its index, its input."""
 
 
-class Tables:
+class TableSet:
     """Tables of one module.
 
     Args:
@@ -68,7 +68,7 @@ class Tables:
             config.pooling != "trainer" and config.may_pool(len(servers)) for config in configs
         ]
         self._is_forced = any(config.pooling == "server" for config in configs)
-        self._open: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self._open: weakref.WeakSet[BatchExchange] = weakref.WeakSet()
         self._lock = threading.RLock()
         # Autograd calls a backward only for what hangs on something that requires a gradient.
         # No parameter: neither DDP nor an optimizer sees it.
@@ -88,9 +88,9 @@ class Tables:
 
     def forward(self, batch: Any, read: Callable[[], Batch]) -> dict[int, Tensor]:
         """Look up a batch, and pool it. ``read`` gives its inputs, if it was not announced."""
-        visit = self._visit(batch, read)
-        found = _Lookup.apply(self._root, visit, self, None, *visit.weights())  # type: ignore[no-untyped-call]
-        return dict(zip(visit.tables, found, strict=True))
+        exchange = self._exchange(batch, read)
+        found = _Lookup.apply(self._root, exchange, self, None, *exchange.weights())  # type: ignore[no-untyped-call]
+        return dict(zip(exchange.tables, found, strict=True))
 
     def joined(self, batch: Any, order: list[int], read: Callable[[], Batch]) -> Tensor:
         """The same as one matrix: the bags of all tables side by side, in this order.
@@ -98,37 +98,37 @@ class Tables:
         One output instead of many: autograd has less to do, and no concatenation to go back
         through.
         """
-        visit = self._visit(batch, read)
-        (found,) = _Lookup.apply(self._root, visit, self, order, *visit.weights())  # type: ignore[no-untyped-call]
+        exchange = self._exchange(batch, read)
+        (found,) = _Lookup.apply(self._root, exchange, self, order, *exchange.weights())  # type: ignore[no-untyped-call]
         return found  # type: ignore[no-any-return]
 
     @property
     def _root(self) -> Tensor:
         return self._anchor if self.is_trained else self._anchor.detach()
 
-    def _visit(self, batch: Any, read: Callable[[], Batch]) -> Visit:
+    def _exchange(self, batch: Any, read: Callable[[], Batch]) -> BatchExchange:
         """The batch on its way: asked for, now or before."""
         with self._lock:
             check_refused(self.servers.channels, "lookup")
-            visit = self.announced.take(batch, self.pushes, self.servers.epoch)
-            if visit is None:
-                visit = self.plan(read())
-            if visit.stage is Stage.PLANNED:
-                visit.ask(self.pushes)
-        return visit
+            exchange = self.announced.take(batch, self.pushes, self.servers.epoch)
+            if exchange is None:
+                exchange = self.plan(read())
+            if exchange.stage is Stage.PLANNED:
+                exchange.ask(self.pushes)
+        return exchange
 
-    def push(self, visit: Visit, gradients: Sequence[Tensor | None]) -> None:
+    def push(self, exchange: BatchExchange, gradients: Sequence[Tensor | None]) -> None:
         """Push what a backward found, then ask for what waited for it.
 
         Raises:
             PushRefusedError: An earlier push was refused; this one was not sent.
         """
         with self._lock:
-            self._open.discard(visit)
+            self._open.discard(exchange)
             check_refused(self.servers.channels, "push, which was not sent")
             self._hold(True)
             try:
-                if visit.push(gradients, self.lrs, self._grad_scale):
+                if exchange.push(gradients, self.lrs, self._grad_scale):
                     self.pushes += 1
                 self._ask_announced()
             finally:
@@ -139,19 +139,19 @@ class Tables:
         for channel in self.servers.channels:
             channel.hold(is_held)
 
-    def opened(self, visit: Visit) -> None:
+    def opened(self, exchange: BatchExchange) -> None:
         """A graph was made that may push."""
-        self._open.add(visit)
+        self._open.add(exchange)
 
     def _ask_announced(self) -> None:
         self.announced.ask(self.pushes, len(self._open))
 
-    def plan(self, inputs: Batch) -> Visit:
+    def plan(self, inputs: Batch) -> BatchExchange:
         """Which rows a batch needs from which server."""
         parts: list[Part] = []
         for group in self.groups_of(inputs):
             parts.extend(self._parts(group, inputs))
-        return Visit(parts, self.servers.channels)
+        return BatchExchange(parts, self.servers.channels)
 
     def _parts(self, group: Group, inputs: Batch) -> Iterator[Part]:
         """Decide for each table who pools; what trainers pool is planned together."""
@@ -190,21 +190,21 @@ class Tables:
         return _is_smaller(bags, int(starts[first + 1] - starts[first]), group.row_bytes)
 
     def groups_of(self, inputs: Batch) -> list[Group]:
-        """The tables of a batch, by kin."""
-        key = (tuple(inputs), *[bags.form for bags in inputs.values()])
-        groups = self._groups.get(key)
+        """The tables of a batch, by key."""
+        shape = (tuple(inputs), *[bags.form for bags in inputs.values()])
+        groups = self._groups.get(shape)
         if groups is None:
-            kins: dict[Kin, list[int]] = {}
+            by_key: dict[GroupKey, list[int]] = {}
             for table, bags in inputs.items():
-                kin = kin_of(table, self.places[table].config, *bags.form)
-                kins.setdefault(kin, []).append(table)
+                key = group_key_of(table, self.places[table].config, *bags.form)
+                by_key.setdefault(key, []).append(table)
             groups = [
-                Group(tables, [self.places[table] for table in tables], kin)
-                for kin, tables in kins.items()
+                Group(tables, [self.places[table] for table in tables], key)
+                for key, tables in by_key.items()
             ]
             if len(self._groups) >= _KEPT_GROUPS:
                 self._groups.clear()
-            self._groups[key] = groups
+            self._groups[shape] = groups
         return groups
 
 
@@ -232,19 +232,19 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        visit: Visit,
-        tables: Tables,
+        exchange: BatchExchange,
+        tables: TableSet,
         order: list[int] | None,
         *weights: Tensor | None,
     ) -> Any:
-        ctx.visit, ctx.tables, ctx.order = visit, tables, order
+        ctx.exchange, ctx.tables, ctx.order = exchange, tables, order
         ctx.set_materialize_grads(False)
         if ctx.needs_input_grad[0]:
-            tables.opened(visit)
-        found = visit.collect()
+            tables.opened(exchange)
+        found = exchange.collect()
         if order is None:
             return found
-        outputs = dict(zip(visit.tables, found, strict=True))
+        outputs = dict(zip(exchange.tables, found, strict=True))
         pieces = [outputs[table] for table in order]
         if len({len(piece) for piece in pieces}) > 1:
             counts = {tables.places[at].config.name: len(outputs[at]) for at in order}
@@ -255,14 +255,14 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        visit: Visit = ctx.visit
+        exchange: BatchExchange = ctx.exchange
         if ctx.order is not None and gradients[0] is not None:
             pieces = dict(zip(ctx.order, gradients[0].split(ctx.widths, 1), strict=True))
-            gradients = tuple([pieces[table] for table in visit.tables])
+            gradients = tuple([pieces[table] for table in exchange.tables])
         needed = ctx.needs_input_grad
-        weights = visit.weights_backward(gradients) if any(needed[_WEIGHTS_AT:]) else ()
+        weights = exchange.weights_backward(gradients) if any(needed[_WEIGHTS_AT:]) else ()
         if needed[0]:
-            ctx.tables.push(visit, gradients)
+            ctx.tables.push(exchange, gradients)
         rest = weights or [None] * (len(needed) - _WEIGHTS_AT)
         return *([None] * _WEIGHTS_AT), *rest
 

@@ -14,7 +14,7 @@ from paceline.errors import ConfigurationError, NotPicklableError
 from paceline.ps.client.connection import HasAddresses, Servers, as_servers
 from paceline.ps.client.prefetch import PrefetchCounts
 from paceline.ps.client.table_config import TableConfig
-from paceline.ps.client.table_set import Tables
+from paceline.ps.client.table_set import TableSet
 
 AnyServers = Servers | HasAddresses | Sequence[str]
 """Where servers are asked for: a connection, what ``ps.local`` returned, or addresses."""
@@ -40,7 +40,7 @@ class ServedModule(nn.Module):
         super().__init__()
         self.servers, self._owns_servers = as_servers(servers)
         try:
-            self._tables = Tables(self.servers, configs, staleness, grad_scale)
+            self._tables = TableSet(self.servers, configs, staleness, grad_scale)
         except BaseException:
             self.close()
             raise

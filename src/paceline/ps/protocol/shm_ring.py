@@ -18,8 +18,8 @@ from paceline.ps.protocol.settings import IPC
 
 CAPACITY = 1 << 20
 """Bytes of each of the two rings. A message takes at most half of one."""
-KNOCK = struct.Struct("<8s16s")
-"""What a trainer says at the door: ``MAGIC``, and its client id."""
+GREETING = struct.Struct("<8s16s")
+"""What a trainer says first: ``MAGIC``, and its client id."""
 OFFER = struct.Struct("<8sQ16s")
 """What it gets, with three descriptors (memory, server's event, own event): magic, capacity, and
 the incarnation of the server, as WELCOME tells it."""
@@ -40,12 +40,12 @@ def is_possible() -> bool:
     return native is not None and sys.platform == "linux" and is_wanted
 
 
-def door_path(address: str) -> Path | None:
+def shm_listener_path(address: str) -> Path | None:
     """Where a server at this address hands out memory; None if it has no such place."""
     path = address.removeprefix(IPC)
     if path == address or path.startswith("@"):  # another host's, perhaps; a socket without a file
         return None
-    return Path(path + ".door")
+    return Path(path + ".listener")
 
 
 def make_memory() -> int:

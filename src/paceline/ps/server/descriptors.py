@@ -1,4 +1,4 @@
-"""How many descriptors a server has left. Called by its gate, its door and its entrance.
+"""How many descriptors a server has left. Called by what listens.
 
 Every trainer takes one descriptor, and two more for shared memory. libzmq aborts the process when
 a connection over ipc finds none left, and a journal cannot be rotated: so nobody is let in before
@@ -20,7 +20,7 @@ _TABLE = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
-class Room:
+class DescriptorLimit:
     """The descriptors of this process.
 
     Args:
@@ -56,14 +56,14 @@ class Room:
         return used() + _START > self.for_connections
 
 
-def make_room() -> Room:
+def raise_descriptor_limit() -> DescriptorLimit:
     """Raise the limit as far as this user may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    return Room(MOST if soft == resource.RLIM_INFINITY else soft)
+    return DescriptorLimit(MOST if soft == resource.RLIM_INFINITY else soft)
 
 
 def used() -> int:

@@ -46,7 +46,7 @@ _NOBODY = Head(Kind.ERROR, 0, bytes(16))
 
 
 @dataclass(frozen=True)
-class Later:
+class DeferredReply:
     """An answer that comes when a forked child has done its work."""
 
     head: Head
@@ -89,7 +89,7 @@ class Handler:
         self.dropped = 0
         self.incarnation = secrets.token_hex(8)
 
-    def answer(self, frames: list[Frame]) -> list[Frame] | Later:
+    def answer(self, frames: list[Frame]) -> list[Frame] | DeferredReply:
         """Do what a message says.
 
         Raises:
@@ -135,7 +135,7 @@ class Handler:
         self.refusals.add(f"refused {what}: [{refusal.code.value}] {refusal.text}")
         return pack_control(_reply(Kind.ERROR, head), refusal.to_json())
 
-    def _look(self, message: Message) -> list[Frame] | Later:
+    def _look(self, message: Message) -> list[Frame] | DeferredReply:
         head = message.head
         if head.kind is Kind.LOOKUP:
             return self.store.lookup(message)
@@ -146,10 +146,10 @@ class Handler:
         if head.kind is Kind.SAVE:
             directory = self._place.directory(message.control, Code.SAVE)
             job = tidy_job if message.control.get("tidy") else save_job
-            return Later(head, job(self.store, directory, save_id(message.control)))
+            return DeferredReply(head, job(self.store, directory, save_id(message.control)))
         if head.kind is Kind.STAGE:
             work = self._loads.stage(message.control)
-            return _done(head, {}) if work is None else Later(head, work, Code.LOAD)
+            return _done(head, {}) if work is None else DeferredReply(head, work, Code.LOAD)
         raise Refusal(Code.WIRE, f"{head.kind.name} is no request")
 
     def _change(self, message: Message, frames: list[Frame]) -> dict[str, Any]:

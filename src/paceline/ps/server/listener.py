@@ -1,9 +1,9 @@
-"""The listening socket of a server on ipc, and whether its name is there. Called by an entrance.
+"""The listening socket of a server on ipc, and if its name is there. Called by ``ServerSocket``.
 
 libzmq accepts connections in a thread of its own, and aborts the process if there is no descriptor
 for one (``accept`` with EMFILE). So it must not come to that, whatever the server's loop does.
 
-[Note: the gate]
+[Note: the socket's file]
 - The listening socket is ours; libzmq gets a duplicate (ZMQ_USE_FD).
 - A thread waits for what libzmq tells of its connections (the socket's monitor). It does nothing
   while nobody comes.
@@ -34,7 +34,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.native.extension import native
 from paceline.ps.protocol.settings import full_path
-from paceline.ps.server.descriptors import Room, used
+from paceline.ps.server.descriptors import DescriptorLimit, used
 from paceline.ps.server.private import listen_privately
 
 log = logging.getLogger("paceline.ps")
@@ -44,8 +44,8 @@ _AGAIN_MS = 100
 _SAY_S = 10.0
 
 
-class Gate:
-    """A socket's file that is there while there is room.
+class SocketFile:
+    """A socket's file that is there while there are descriptors.
 
     Args:
         path: Of the socket; a file that a killed server left is replaced.
@@ -55,9 +55,9 @@ class Gate:
         OSError: The socket cannot be made.
     """
 
-    def __init__(self, path: Path, room: Room) -> None:
+    def __init__(self, path: Path, descriptors: DescriptorLimit) -> None:
         self._path, self._aside = path, full_path(path)
-        self._room = room
+        self._descriptors = descriptors
         self._is_open = True
         self._next_word_s = 0.0
         self._monitor: Any = None
@@ -74,12 +74,12 @@ class Gate:
         """Begin to count.
 
         Args:
-            monitor: Of the socket that accepts; belongs to the gate from now on.
-            note: Called with each event of it, in the gate's thread.
+            monitor: Of the socket that accepts; belongs to the socket file from now on.
+            note: Called with each event of it, in the socket file's thread.
         """
         self._monitor = monitor
         self._thread = threading.Thread(
-            target=self._watch, args=(note,), name="paceline-ps-gate", daemon=True
+            target=self._watch, args=(note,), name="paceline-ps-socket file", daemon=True
         )
         self._thread.start()
 
@@ -111,9 +111,9 @@ class Gate:
                 log.error("the socket %s cannot be renamed: %s", self._path, error)
 
     def _turn(self, is_accepted: bool) -> None:
-        """Close the gate if there is no room, open it if there is."""
+        """Close the socket file if there is no room, open it if there is."""
         if not self._is_open:
-            if not self._room.is_full:
+            if not self._descriptors.is_full:
                 self._aside.rename(self._path)
                 self._is_open = True
         elif is_accepted and self._close_if_full():
@@ -123,9 +123,9 @@ class Gate:
     def _close_if_full(self) -> bool:
         if native is not None:
             names = map(os.fsencode, (self._path, self._aside))
-            room = self._room
-            return bool(native.guard(self._end, room.limit, room.for_connections, *names))
-        if not self._room.is_full:
+            limit = self._descriptors
+            return bool(native.guard(self._end, limit.limit, limit.for_connections, *names))
+        if not self._descriptors.is_full:
             return False
         self._path.rename(self._aside)
         return True
@@ -137,5 +137,5 @@ class Gate:
             log.warning(
                 "full: %d of %d descriptors are in use, so further trainers wait; raise the limit "
                 "(ulimit -n, LimitNOFILE=), or start fewer trainers for each server",
-                *(used(), self._room.limit),
+                *(used(), self._descriptors.limit),
             )

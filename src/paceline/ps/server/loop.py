@@ -24,15 +24,15 @@ from typing import Any
 import zmq
 
 from paceline.ps.protocol.settings import ServerSettings
-from paceline.ps.protocol.shm_ring import CAPACITY, door_path, is_possible
+from paceline.ps.protocol.shm_ring import CAPACITY, is_possible, shm_listener_path
 from paceline.ps.protocol.wire import Frame, Kind, WireError, read_head
-from paceline.ps.server.descriptors import Room, make_room
-from paceline.ps.server.dispatch import Handler, Later
+from paceline.ps.server.descriptors import DescriptorLimit, raise_descriptor_limit
+from paceline.ps.server.dispatch import DeferredReply, Handler
 from paceline.ps.server.forked_job import Job
 from paceline.ps.server.job_queue import Jobs
 from paceline.ps.server.native_loop import NativeLoop
-from paceline.ps.server.shm_listener import FULL, MOST, Door, Visitor
-from paceline.ps.server.zmq_socket import AGAIN_MS, Entrance
+from paceline.ps.server.shm_listener import FULL, MOST, ShmListener, ShmTrainer
+from paceline.ps.server.zmq_socket import AGAIN_MS, ServerSocket
 from paceline.ps.state.refusal import Refusal
 from paceline.ps.storage.durable import Durable
 from paceline.ps.storage.faults import Place, reach
@@ -48,7 +48,7 @@ _SMALL = 8192  # ZeroMQ packs smaller frames anywhere into a buffer, so they are
 _LINGER_MS = 200
 
 
-To = bytes | Visitor
+To = bytes | ShmTrainer
 """Where an answer goes: a peer of the ROUTER socket, or somebody with shared memory."""
 Answers = list[tuple[To, list[Frame]]]
 
@@ -75,17 +75,19 @@ class Server:
         self._routes: dict[bytes, bytes] = {}  # for each client its ZeroMQ peer
         self._context = zmq.Context()
         try:
-            room = make_room()
-            self._entrance = Entrance(self._context, settings, handler.refusals, room)
-            self._socket = self._entrance.open(QUEUED)
-            self._door = _open_door(settings, handler.incarnation, room)
+            descriptors = raise_descriptor_limit()
+            self._server_socket = ServerSocket(
+                self._context, settings, handler.refusals, descriptors
+            )
+            self._socket = self._server_socket.open(QUEUED)
+            self._listener = _open_listener(settings, handler.incarnation, descriptors)
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._native: NativeLoop | None = None
         store = handler.store
         # With fsync, its answers would overtake those that wait for it.
-        if self._door is not None and store.plain is not None and not settings.fsync:
+        if self._listener is not None and store.plain is not None and not settings.fsync:
             self._native = NativeLoop(store.clients, store.plain, handler.append)
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
@@ -100,76 +102,78 @@ class Server:
             ready = self._wait(stop_fds)
             if any(descriptor in ready for descriptor in stop_fds):
                 return
-            if self._door is not None:
-                self._serve_visitors(self._door, ready)
+            if self._listener is not None:
+                self._serve_trainers(self._listener, ready)
             if self._socket in ready:
                 self._serve_some()
-            if self._entrance.is_news(ready) or self._entrance.is_shut:
-                self._entrance.look()
+            if self._server_socket.is_news(ready) or self._server_socket.is_shut:
+                self._server_socket.look()
             self._start_snapshot()
             self._jobs.tend(ready)
 
     def _wait(self, stop_fds: Sequence[int]) -> dict[Any, int]:
         """What is ready. Plain messages in shared memory are answered while there is nothing."""
         timeout_ms = self._until_timer_ms()
-        if self._native is None or self._door is None:
+        if self._native is None or self._listener is None:
             return dict(self._poller.poll(timeout_ms))
         ready = dict(self._poller.poll(0))
         if not ready:
             # A ZeroMQ socket's descriptor tells of what comes after its events were looked at.
-            sockets = [self._socket, *self._entrance.sockets]
+            sockets = [self._socket, *self._server_socket.sockets]
             fds = [*(each.getsockopt(zmq.FD) for each in sockets), *stop_fds, *self._jobs.fds]
             timeout_ms = -1 if timeout_ms is None else timeout_ms
-            self._native.run(self._door, [*fds, self._door.fileno()], timeout_ms)
+            self._native.run(self._listener, [*fds, self._listener.fileno()], timeout_ms)
             ready = dict(self._poller.poll(0))
         return ready
 
     def _watch(self, stop_fds: Sequence[int]) -> None:
-        for socket in (self._socket, *self._entrance.sockets):
+        for socket in (self._socket, *self._server_socket.sockets):
             self._poller.register(socket, zmq.POLLIN)
         for descriptor in stop_fds:
             self._poller.register(descriptor, zmq.POLLIN | zmq.POLLERR)
-        if self._door is not None:
-            self._poller.register(self._door.event, zmq.POLLIN)
-            self._poller.register(self._door.fileno(), zmq.POLLIN)
+        if self._listener is not None:
+            self._poller.register(self._listener.event, zmq.POLLIN)
+            self._poller.register(self._listener.fileno(), zmq.POLLIN)
 
     def close(self) -> None:
         """Let go of socket and address. Replies that are on their way get a moment."""
         self._jobs.cancel()
         self._handler.refusals.flush()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._socket.close(linger=_LINGER_MS)
-        self._entrance.close()
+        self._server_socket.close()
         self._context.term()
 
-    def _serve_visitors(self, door: Door, ready: Mapping[Any, int]) -> None:
+    def _serve_trainers(self, listener: ShmListener, ready: Mapping[Any, int]) -> None:
         """Handle what is in shared memory, and who comes and goes."""
-        if door.event in ready:
-            door.rise()
+        if listener.event in ready:
+            listener.rise()
         answers: Answers = []
-        for visitor in list(door.visitors.values()):
-            self._drain(door, visitor, answers)
-        if door.fileno() in ready:
-            for visitor in door.look():
-                self._drain(door, visitor, answers, FULL)
-                door.dismiss(visitor)
+        for trainer in list(listener.trainers.values()):
+            self._drain(listener, trainer, answers)
+        if listener.fileno() in ready:
+            for trainer in listener.look():
+                self._drain(listener, trainer, answers, FULL)
+                listener.dismiss(trainer)
         self._send_all(answers)
 
-    def _drain(self, door: Door, visitor: Visitor, answers: Answers, most: int = AT_ONCE) -> None:
-        """Handle what one visitor has asked."""
+    def _drain(
+        self, listener: ShmListener, trainer: ShmTrainer, answers: Answers, most: int = AT_ONCE
+    ) -> None:
+        """Handle what one trainer has asked."""
         for _ in range(most):
-            if visitor.is_gone:
+            if trainer.is_gone:
                 return
             try:
-                frames = visitor.receive()
+                frames = trainer.receive()
             except ValueError as error:
                 self._handler.refusals.add(f"refused shared memory: {error}")
-                door.dismiss(visitor)
+                listener.dismiss(trainer)
                 return
             if not frames:
                 return
-            self._handle(visitor, frames, answers)
+            self._handle(trainer, frames, answers)
 
     def _serve_some(self) -> None:
         """Handle what has arrived over ZeroMQ."""
@@ -179,12 +183,14 @@ class Server:
                 peer, frames = self._receive()
             except zmq.Again:
                 break
-            if self._door is not None:
-                self._serve_before(self._door, peer, frames, answers)
+            if self._listener is not None:
+                self._serve_before(self._listener, peer, frames, answers)
             self._handle(peer, frames, answers)
         self._send_all(answers)
 
-    def _serve_before(self, door: Door, peer: bytes, frames: list[Frame], answers: Answers) -> None:
+    def _serve_before(
+        self, listener: ShmListener, peer: bytes, frames: list[Frame], answers: Answers
+    ) -> None:
         """Handle what the sender of this message has put into shared memory before it."""
         try:
             head, _ = read_head(frames[0])
@@ -194,14 +200,14 @@ class Server:
             self._routes[head.client] = peer
             if len(self._routes) > MOST:
                 del self._routes[next(iter(self._routes))]
-        visitor = door.visitors.get(head.client)
-        if visitor is not None:
-            self._drain(door, visitor, answers, FULL)
+        trainer = listener.trainers.get(head.client)
+        if trainer is not None:
+            self._drain(listener, trainer, answers, FULL)
 
     def _handle(self, to: To, frames: list[Frame], answers: Answers) -> None:
         """Answer one message; with ``fsync``, answers wait for a sync that is for all of them."""
         answer = self._handler.answer(frames)
-        if isinstance(answer, Later):
+        if isinstance(answer, DeferredReply):
             self._enqueue(to, answer)
         elif self._settings.fsync:
             answers.append((to, answer))
@@ -228,7 +234,7 @@ class Server:
         return peer, frames
 
     def _send(self, to: To, frames: list[Frame]) -> None:
-        if isinstance(to, Visitor):
+        if isinstance(to, ShmTrainer):
             if to.send(frames):
                 reach(Place.SENT)
                 return
@@ -239,23 +245,23 @@ class Server:
         except zmq.ZMQError:  # it does not read, or is gone
             self._handler.dropped += 1
 
-    def _way_around(self, visitor: Visitor) -> bytes:
-        """Where a reply goes that is too large for shared memory: the visitor is told to look.
+    def _way_around(self, trainer: ShmTrainer) -> bytes:
+        """Where a reply goes that is too large for shared memory: the trainer is told to look.
 
         If not even that can be said, it has not read for long: it loses its memory, notices, and
         asks again.
         """
-        peer = self._routes.get(visitor.client)
-        if peer is not None and visitor.mark():
+        peer = self._routes.get(trainer.client)
+        if peer is not None and trainer.mark():
             return peer
-        if self._door is not None:
-            self._door.dismiss(visitor)
+        if self._listener is not None:
+            self._listener.dismiss(trainer)
         return b""
 
     def _until_timer_ms(self) -> int | None:
-        if self._door is not None and self._native is None and not self._door.rest():
+        if self._listener is not None and self._native is None and not self._listener.rest():
             return 0
-        again_ms = AGAIN_MS if self._entrance.is_shut else None
+        again_ms = AGAIN_MS if self._server_socket.is_shut else None
         if not self._settings.snapshot_every_s or self._durable is None:
             return again_ms
         left_ms = max(0, int(1000 * (self._next_snapshot_s - time.monotonic())) + 1)
@@ -282,32 +288,34 @@ class Server:
             return
         self._durable.end_snapshot()
 
-    def _enqueue(self, to: To, later: Later) -> None:
-        if not self._jobs.add(later.work, self._answer_later(to, later)):
-            busy = Refusal(later.code, "too many saves and loads are waiting already")
-            self._send(to, self._handler.refuse(later.head, busy))
+    def _enqueue(self, to: To, deferred: DeferredReply) -> None:
+        if not self._jobs.add(deferred.work, self._answer_later(to, deferred)):
+            busy = Refusal(deferred.code, "too many saves and loads are waiting already")
+            self._send(to, self._handler.refuse(deferred.head, busy))
 
-    def _answer_later(self, to: To, later: Later) -> Callable[[Job], None]:
+    def _answer_later(self, to: To, deferred: DeferredReply) -> Callable[[Job], None]:
         def end(job: Job) -> None:
             try:
-                answer = later.done(job.finish())
+                answer = deferred.done(job.finish())
             except OSError as error:
-                answer = self._handler.refuse(later.head, Refusal(later.code, str(error)))
+                answer = self._handler.refuse(deferred.head, Refusal(deferred.code, str(error)))
             except Refusal as refusal:
-                answer = self._handler.refuse(later.head, refusal)
+                answer = self._handler.refuse(deferred.head, refusal)
             self._send(to, answer)
 
         return end
 
 
-def _open_door(settings: ServerSettings, incarnation: str, room: Room) -> Door | None:
+def _open_listener(
+    settings: ServerSettings, incarnation: str, descriptors: DescriptorLimit
+) -> ShmListener | None:
     """Where trainers of this host get shared memory; without it, everything goes over ZeroMQ."""
-    path = door_path(settings.address)
+    path = shm_listener_path(settings.address)
     # A message in shared memory has at most half of a ring: where less is allowed, there is none.
     if path is None or not is_possible() or settings.max_message_bytes < CAPACITY // 2:
         return None
     try:
-        return Door(path, incarnation, room)
+        return ShmListener(path, incarnation, descriptors)
     except OSError as error:
         log.warning("no shared memory for trainers of this host: %s: %s", path, error)
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paceline.ps.server.shm_listener import Door, Visitor
+from paceline.ps.server.shm_listener import ShmListener, ShmTrainer
 from paceline.ps.state.clients import Clients
 from paceline.ps.state.plain_messages import Append, PlainMessages
 from paceline.ps.storage import faults
@@ -31,29 +31,29 @@ class NativeLoop:
         self._reach: Callable[[str], None] | None = None if faults.hook is None else _reach
         self._pairs: list[Any] = []
         self._accounts: list[bytearray] = []
-        self._visitors: list[Visitor] = []
+        self._trainers: list[ShmTrainer] = []
 
-    def run(self, door: Door, fds: list[int], timeout_ms: int) -> None:
+    def run(self, listener: ShmListener, fds: list[int], timeout_ms: int) -> None:
         """Answer until Python is needed, one of ``fds`` has something, or the time is over.
 
         Raises:
             ServerStateError: The journal cannot be written: the server has to end.
         """
-        if self._visitors != list(door.visitors.values()):  # the same client may be another visitor
-            self._meet(door)
+        if self._trainers != list(listener.trainers.values()):  # a client may come again
+            self._meet(listener)
         self._plain.run(
             *(self._pairs, self._accounts, self._append, self._reach),
-            *(door.event, fds, timeout_ms),
+            *(listener.event, fds, timeout_ms),
         )
 
-    def _meet(self, door: Door) -> None:
-        """Visitors have come or gone."""
-        for visitor in self._visitors:
-            if visitor.client not in door.visitors:
-                self._clients.unpin(visitor.client)
-        self._visitors = list(door.visitors.values())
-        self._accounts = [self._clients.pin(visitor.client) for visitor in self._visitors]
-        self._pairs = [visitor.pair for visitor in self._visitors]
+    def _meet(self, listener: ShmListener) -> None:
+        """Trainers have come or gone."""
+        for trainer in self._trainers:
+            if trainer.client not in listener.trainers:
+                self._clients.unpin(trainer.client)
+        self._trainers = list(listener.trainers.values())
+        self._accounts = [self._clients.pin(trainer.client) for trainer in self._trainers]
+        self._pairs = [trainer.pair for trainer in self._trainers]
 
 
 def _reach(name: str) -> None:

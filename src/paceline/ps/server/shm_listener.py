@@ -1,6 +1,6 @@
 """Where a server hands out memory to trainers of its host, and the server's end of that memory.
 
-Called by ``ps/server/loop.py``. A Unix socket beside the server's own: who knocks with its client
+Called by ``ps/server/loop.py``. A Unix socket beside the server's own: who greets with its client
 id, and is of the same user, gets a pair of rings. The connection stays; when it ends, the trainer
 has left. What messages mean is not known here.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from paceline.memory.descriptors import is_same_user
 from paceline.ps.protocol.shm_ring import (
     CAPACITY,
-    KNOCK,
+    GREETING,
     MAGIC,
     OFFER,
     Handed,
@@ -26,18 +26,18 @@ from paceline.ps.protocol.shm_ring import (
     pair_over,
 )
 from paceline.ps.protocol.wire import Frame
-from paceline.ps.server.descriptors import Room
+from paceline.ps.server.descriptors import DescriptorLimit
 from paceline.ps.server.private import listen_privately
 
 MOST = 1024
-"""So many trainers may have memory, and as many more may stand at the door."""
-KNOCK_S = 5.0
+"""So many trainers may have memory, and as many more may stand in the queue."""
+GREETING_S = 5.0
 """Who has not said anything for so long is sent away when the next one comes."""
 FULL = CAPACITY // 48
 """No more messages than this are in a ring at once."""
 
 
-class Visitor:
+class ShmTrainer:
     """One trainer with a pair of rings.
 
     Attributes:
@@ -72,8 +72,8 @@ class Visitor:
             os.close(self._event)
 
 
-class Door:
-    """A listening socket and the visitors that came through it.
+class ShmListener:
+    """A listening socket and the trainers that have memory from it.
 
     Args:
         path: Of the socket; a file that a killed server left there is replaced.
@@ -81,16 +81,16 @@ class Door:
         room: Memory is handed out while there is some.
 
     Attributes:
-        event: A descriptor that has something to read when a visitor woke the server.
-        visitors: All of them, by client.
+        event: A descriptor that has something to read when a trainer woke the server.
+        trainers: All of them, by client.
     """
 
-    def __init__(self, path: Path, incarnation: str, room: Room) -> None:
+    def __init__(self, path: Path, incarnation: str, descriptors: DescriptorLimit) -> None:
         self._path = path
-        self._room = room
+        self._descriptors = descriptors
         self._offer = OFFER.pack(MAGIC, CAPACITY, incarnation.encode())
-        self.visitors: dict[bytes, Visitor] = {}
-        self._knocking: dict[int, tuple[socket.socket, float]] = {}
+        self.trainers: dict[bytes, ShmTrainer] = {}
+        self._greeting: dict[int, tuple[socket.socket, float]] = {}
         self._listener = listen_privately(path, socket.SOMAXCONN)
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -101,39 +101,39 @@ class Door:
         return self._epoll.fileno()
 
     def rest(self) -> bool:
-        """Say that the server will sleep; False if a visitor has a request after all."""
-        return all(visitor.rest() for visitor in self.visitors.values())
+        """Say that the server will sleep; False if a trainer has a request after all."""
+        return all(trainer.rest() for trainer in self.trainers.values())
 
     def rise(self) -> None:
         """Forget that it was woken."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event)
 
-    def look(self) -> list[Visitor]:
-        """Let in who knocks; returns those who left. Their last requests are still there."""
+    def look(self) -> list[ShmTrainer]:
+        """Let in who greets; returns those who left. Their last requests are still there."""
         left = []
-        by_descriptor = {each.connection.fileno(): each for each in self.visitors.values()}
+        by_descriptor = {each.connection.fileno(): each for each in self.trainers.values()}
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor in self._knocking:
-                self._let_in(self._knocking.pop(descriptor)[0])
+            elif descriptor in self._greeting:
+                self._let_in(self._greeting.pop(descriptor)[0])
             elif descriptor in by_descriptor:
                 left.append(by_descriptor[descriptor])
         return left
 
-    def dismiss(self, visitor: Visitor) -> None:
-        """End with a visitor: what is not handled yet is lost, and it notices."""
-        if not visitor.is_gone:
-            self._epoll.unregister(visitor.connection)
-            visitor.leave()
-            del self.visitors[visitor.client]
+    def dismiss(self, trainer: ShmTrainer) -> None:
+        """End with a trainer: what is not handled yet is lost, and it notices."""
+        if not trainer.is_gone:
+            self._epoll.unregister(trainer.connection)
+            trainer.leave()
+            del self.trainers[trainer.client]
 
     def close(self) -> None:
         """Let go of everybody, and remove the socket's file."""
-        for visitor in list(self.visitors.values()):
-            self.dismiss(visitor)
-        for each, _ in self._knocking.values():
+        for trainer in list(self.trainers.values()):
+            self.dismiss(trainer)
+        for each, _ in self._greeting.values():
             each.close()
         self._listener.close()
         self._epoll.close()
@@ -146,36 +146,36 @@ class Door:
         except OSError:  # it has gone again, or there are no descriptors left
             return
         self._send_away()
-        is_late = len(self._knocking) >= MOST or not self._room.may_share
+        is_late = len(self._greeting) >= MOST or not self._descriptors.may_share
         if is_late or not is_same_user(connection):
             connection.close()
             return
         connection.setblocking(False)
-        self._knocking[connection.fileno()] = (connection, time.monotonic())
+        self._greeting[connection.fileno()] = (connection, time.monotonic())
         self._epoll.register(connection, select.EPOLLIN)
 
     def _send_away(self) -> None:
         """End with those who came long ago and said nothing."""
-        until_s = time.monotonic() - KNOCK_S
-        for descriptor, (connection, since_s) in list(self._knocking.items()):
+        until_s = time.monotonic() - GREETING_S
+        for descriptor, (connection, since_s) in list(self._greeting.items()):
             if since_s < until_s:
                 self._epoll.unregister(connection)
                 connection.close()
-                del self._knocking[descriptor]
+                del self._greeting[descriptor]
 
     def _let_in(self, connection: socket.socket) -> None:
         try:
-            words = connection.recv(KNOCK.size)
-            magic, client = KNOCK.unpack(words) if len(words) == KNOCK.size else (b"", b"")
-            is_late = len(self.visitors) >= MOST or not self._room.may_share
-            if magic != MAGIC or client in self.visitors or is_late:
+            words = connection.recv(GREETING.size)
+            magic, client = GREETING.unpack(words) if len(words) == GREETING.size else (b"", b"")
+            is_late = len(self.trainers) >= MOST or not self._descriptors.may_share
+            if magic != MAGIC or client in self.trainers or is_late:
                 raise ConnectionError("no word that opens")
-            self.visitors[client] = self._hand_out(client, connection)
+            self.trainers[client] = self._hand_out(client, connection)
         except OSError:
             self._epoll.unregister(connection)
             connection.close()
 
-    def _hand_out(self, client: bytes, connection: socket.socket) -> Visitor:
+    def _hand_out(self, client: bytes, connection: socket.socket) -> ShmTrainer:
         with contextlib.ExitStack() as undo:
             event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, event)
@@ -188,4 +188,4 @@ class Door:
             finally:
                 os.close(memory)
             undo.pop_all()
-        return Visitor(client, connection, pair, event)
+        return ShmTrainer(client, connection, pair, event)

@@ -26,8 +26,8 @@ from zmq.utils.monitor import recv_monitor_message
 from paceline.errors import ServerStartError
 from paceline.ps.protocol.keys import ServerKeys, read_server_keys
 from paceline.ps.protocol.settings import ServerSettings, full_path
-from paceline.ps.server.descriptors import Room
-from paceline.ps.server.listener import Gate
+from paceline.ps.server.descriptors import DescriptorLimit
+from paceline.ps.server.listener import SocketFile
 from paceline.ps.server.private import private_umask
 from paceline.ps.server.refusal_log import RefusalLog
 
@@ -44,7 +44,7 @@ _FAILURES = {
 }
 
 
-class Entrance:
+class ServerSocket:
     """Opens the socket, and lets in who has a listed key.
 
     Args:
@@ -62,14 +62,14 @@ class Entrance:
         context: zmq.Context[Any],
         settings: ServerSettings,
         refusals: RefusalLog,
-        room: Room,
+        descriptors: DescriptorLimit,
     ) -> None:
         self._context = context
         self._settings = settings
         self._refusals = refusals
-        self._room = room
+        self._descriptors = descriptors
         self._router: Any = None
-        self._gate: Gate | None = None
+        self._socket_file: SocketFile | None = None
         self._closed_port = ""
         self._keys = None if settings.keys is None else read_server_keys(settings.keys)
         self._zap: Any = None
@@ -95,10 +95,10 @@ class Entrance:
             router.setsockopt(option, value)
         monitor = router.get_monitor_socket(sum(_FAILURES) | zmq.EVENT_ACCEPTED)
         self._bind(router)
-        if self._gate is None:
+        if self._socket_file is None:
             self._monitor = monitor
         else:
-            self._gate.watch(monitor, self._note)
+            self._socket_file.watch(monitor, self._note)
         self._router = router
         return router
 
@@ -126,8 +126,8 @@ class Entrance:
         """Close what ``open`` opened besides the router, and remove the socket's file."""
         for each in self.sockets:
             each.close(linger=0)
-        if self._gate is not None:
-            self._gate.close()
+        if self._socket_file is not None:
+            self._socket_file.close()
         elif self._settings.socket_path is not None:
             self._settings.socket_path.unlink(missing_ok=True)
 
@@ -145,16 +145,16 @@ class Entrance:
     def _turn_port(self) -> None:
         """Close the port while there are no descriptors; what is connected stays."""
         if self._closed_port:
-            if not self._room.is_full:
+            if not self._descriptors.is_full:
                 with contextlib.suppress(zmq.ZMQError):  # the old one is not gone yet
                     self._router.bind(self._closed_port)
                     self._closed_port = ""
-        elif self._room.is_full:
+        elif self._descriptors.is_full:
             port = self._router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             with contextlib.suppress(zmq.ZMQError):
                 self._router.unbind(port)
                 self._closed_port = port
-            limit = self._room.limit
+            limit = self._descriptors.limit
             self._refusals.add(
                 f"refuses connections to {port}: of {limit} descriptors too many are in use; raise "
                 "the limit (ulimit -n, LimitNOFILE=)"
@@ -188,13 +188,13 @@ class Entrance:
             if path is not None:
                 _make_place(path)
                 if sys.platform == "linux":
-                    self._gate = Gate(path, self._room)
-                    router.setsockopt(zmq.USE_FD, self._gate.duplicate())
+                    self._socket_file = SocketFile(path, self._descriptors)
+                    router.setsockopt(zmq.USE_FD, self._socket_file.duplicate())
             with private_umask():
                 router.bind(self._settings.address)
         except (zmq.ZMQError, OSError) as error:
-            if self._gate is not None:
-                self._gate.close()
+            if self._socket_file is not None:
+                self._socket_file.close()
             known = {
                 errno.EADDRINUSE: "the address is in use by another program",
                 errno.EADDRNOTAVAIL: "this machine does not have that address",
@@ -207,10 +207,10 @@ class Entrance:
             raise ServerStartError(f"{self._settings.address}: {reason}") from None
 
     def _check_room(self) -> None:
-        if self._room.is_too_small:
+        if self._descriptors.is_too_small:
             raise ServerStartError(
-                f"{self._settings.address}: {self._room.limit} descriptors are too few for a "
-                "server: raise the limit (ulimit -n, LimitNOFILE=)"
+                f"{self._settings.address}: {self._descriptors.limit} descriptors are too few "
+                "for a server: raise the limit (ulimit -n, LimitNOFILE=)"
             )
 
     def _judge(self, request: list[bytes]) -> None:

@@ -35,7 +35,7 @@ from paceline.ps.state.meter import Meter
 from paceline.ps.state.plain_messages import Append, PlainMessages
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.table import Budget, Table
-from paceline.ps.state.validate import Share, checked, reply_bytes
+from paceline.ps.state.validate import CheckedSection, checked, reply_bytes
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class Store:
 
         return change
 
-    def _checked_with_memory(self, message: Message) -> list[Share]:
+    def _checked_with_memory(self, message: Message) -> list[CheckedSection]:
         shares = checked(self.tables, message)
         new = [share.table.new_bytes(share.slots) for share in shares]
         self.budget.check(sum(new))
@@ -247,7 +247,7 @@ class Store:
         return shares
 
 
-def _found(share: Share, values: NDArray[np.uint8], at: int) -> None:
+def _found(share: CheckedSection, values: NDArray[np.uint8], at: int) -> None:
     """Write what was asked for into a reply."""
     table, section = share.table, share.section
     if share.bags is None:

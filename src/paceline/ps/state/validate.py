@@ -24,7 +24,7 @@ from paceline.ps.state.table import Table
 
 
 @dataclass(slots=True)
-class Share:
+class CheckedSection:
     """One table's checked share of a message.
 
     Args:
@@ -63,7 +63,7 @@ class Share:
         self.table.pushes.add(self.section.ids, start_ns, time.perf_counter_ns())
 
 
-def checked(tables: Sequence[Table], message: Message) -> list[Share]:
+def checked(tables: Sequence[Table], message: Message) -> list[CheckedSection]:
     """Check a LOOKUP, PUSH or WRITE completely.
 
     Raises:
@@ -129,20 +129,20 @@ def _check_kind(table: Table, section: Section) -> None:
 
 def _rows_share(
     table: Table, section: Section, ids: NDArray[np.int64], values: _Values, facts: _Facts
-) -> Share:
+) -> CheckedSection:
     in_range = facts.largest < table.spec.rows
     slots = table.locate_in_range(ids) if in_range else table.locate(ids)
     if not facts.has_values:
-        return Share(table, section, ids, slots, values.frame, 0, None)
+        return CheckedSection(table, section, ids, slots, values.frame, 0, None)
     if not facts.is_ascending:
         table.check_different(ids)
     offset = values.take(table, section.ids, table.spec.dim)
-    return Share(table, section, ids, slots, values.frame, offset, None)
+    return CheckedSection(table, section, ids, slots, values.frame, offset, None)
 
 
 def _bags_share(
     table: Table, kind: Kind, section: Section, integers: NDArray[np.int64], values: _Values
-) -> Share:
+) -> CheckedSection:
     if kind is Kind.WRITE or not table.pools:
         raise Refusal(
             Code.TABLE,
@@ -159,7 +159,9 @@ def _bags_share(
         weights = _tensor(table, values.frame, weights_at, section.ids, 1).view(-1)
     offset = values.take(table, section.bags, table.spec.dim) if kind is Kind.PUSH else 0
     bags = Bags(table, section.mode, ids, offsets, weights)
-    return Share(table, section, bags.ids, table.locate(bags.ids), values.frame, offset, bags)
+    return CheckedSection(
+        table, section, bags.ids, table.locate(bags.ids), values.frame, offset, bags
+    )
 
 
 def _tensor(table: Table, frame: memoryview, offset: int, lines: int, width: int) -> Tensor:
@@ -209,7 +211,7 @@ def _table(tables: Sequence[Table], section: Section) -> Table:
     return tables[section.table]
 
 
-def _check_once(shares: Sequence[Share]) -> None:
+def _check_once(shares: Sequence[CheckedSection]) -> None:
     seen: set[int] = set()
     for share in shares:
         if share.table.number in seen:
@@ -235,7 +237,7 @@ def _check_offsets(table: Table, ids: int, offsets: NDArray[np.int64]) -> None:
         )
 
 
-def reply_bytes(shares: Sequence[Share]) -> Iterator[int]:
+def reply_bytes(shares: Sequence[CheckedSection]) -> Iterator[int]:
     """How many bytes each share of a LOOKUP takes in its FOUND."""
     for share in shares:
         yield share.section.rows_bytes(share.table.spec.dim)
