@@ -29,7 +29,7 @@ static uint64_t record_bytes(const uint64_t *sizes, unsigned count) {
     return bytes;
 }
 
-/* How many bytes to skip before a record of this size; UINT64_MAX if there is no descriptors. */
+/* How many bytes to skip before a record of this size; UINT64_MAX if there is no room. */
 static uint64_t room_after(pl_ring *ring, uint64_t bytes) {
     uint64_t taken = atomic_load_explicit(&ring->words->taken, memory_order_acquire);
     uint64_t used = ring->position - taken;
