@@ -149,11 +149,16 @@ class _Text(str):
 
 
 def put_first(error: BaseException, text: str) -> None:
-    """Put torch's phrase in front of the text of an exception that has nothing but a text."""
+    """Put torch's phrase in front of the text of an exception that has nothing but a text.
+
+    And of a KeyError, whose key is its text.
+    """
     if not error.args:
         error.args = (text,)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (_Text(f"{text}\n{error.args[0]}"),)
+    elif type(error) is KeyError and len(error.args) == 1:
+        error.args = (_Text(f"{text}\n{error.args[0]!r}"),)
 
 
 def tell_where(error: BaseException, text: str) -> None:
