@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from paceline.dp.ambient import Ambient, divide_intraop_threads, in_callers_context
 from paceline.dp.containers import first_tensor
-from paceline.dp.crew import POOL, Job, Outcome
 from paceline.dp.devices import CPU, DeviceLike, Place, accelerator_type, parse_device
+from paceline.dp.replica_threads import POOL, Job, Outcome
+from paceline.dp.thread_state import Ambient, divide_intraop_threads, in_callers_context
 from paceline.errors import PacelineError, ReplicaCountError
 
 
