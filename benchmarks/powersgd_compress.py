@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from benchmarks import command, malloc, workloads
 from paceline import hooks
-from paceline.hooks.dry import DryBucket
+from paceline.hooks.cost import DryBucket
 from paceline.testing import run_ranks
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline import DistributedDataParallel
 from paceline.gloo_threads import settle_gloo_at_exit
-from paceline.hooks.conveyor import Rounds, conveyor_of
+from paceline.hooks.round_scheduler import Rounds, conveyor_of
 from paceline.torch_private import default_group
 
 KEPT: list[object] = []

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.dp.crew import POOL
+from paceline.dp.replica_threads import POOL
 
 
 @pytest.fixture(autouse=True)

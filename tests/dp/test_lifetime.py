@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.dp import crew
-from paceline.dp.crew import POOL
+from paceline.dp import replica_threads
+from paceline.dp.replica_threads import POOL
 from tests.dp.compare import CPUS
 
 
@@ -57,7 +57,9 @@ def test_many_forwards_and_backwards(steps: int) -> None:
 def test_inputs_outputs_and_replicas_do_not_live_until_the_next_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "IDLE_S", 60.0)  # the end of a thread would free them as well
+    monkeypatch.setattr(
+        replica_threads, "IDLE_S", 60.0
+    )  # the end of a thread would free them as well
     alive: list[weakref.ref[object]] = []
 
     class Remembers(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.testing import run_ranks
 from tests.hooks.cases import CASES, EPS, Bucket, Case
-from tests.hooks.together import run_together
+from tests.hooks.grouped_cases import run_together
 
 WORLDS = (2, 3, pytest.param(4, marks=pytest.mark.slow))
 SHAPES = {

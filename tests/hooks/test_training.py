@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline import DistributedDataParallel as DDP
 from paceline import hooks
 from paceline.testing import run_ranks
-from tests.hooks.together import run_together
+from tests.hooks.grouped_cases import run_together
 
 WRAPPERS = {"paceline": DDP, "torch": TorchDDP}
 EARLY: dict[str, Any] = {"compresses_first_steps": True}

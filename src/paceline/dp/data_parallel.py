@@ -147,8 +147,9 @@ def data_parallel(
     devices = all_accelerators() if device_ids is None else parse_devices(device_ids)
     if not devices:
         raise PlacementError(
-            "no available devices were found: device_ids is empty, or is None on a machine "
-            'without accelerators. For replicas on CPU threads, write device_ids=["cpu", "cpu"].'
+            "device type could not be determined, no available devices were found: device_ids is "
+            "empty, or is None on a machine without accelerators. For replicas on CPU threads, "
+            'write device_ids=["cpu", "cpu"].'
         )
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)

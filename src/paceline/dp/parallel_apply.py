@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from paceline.dp.ambient import Ambient, divide_intraop_threads, in_callers_context
 from paceline.dp.containers import first_tensor
-from paceline.dp.crew import POOL, Job, Outcome
 from paceline.dp.devices import CPU, DeviceLike, Place, accelerator_type, parse_device
+from paceline.dp.replica_threads import POOL, Job, Outcome
+from paceline.dp.thread_state import Ambient, divide_intraop_threads, in_callers_context
 from paceline.errors import PacelineError, ReplicaCountError
 
 
@@ -149,11 +149,16 @@ class _Text(str):
 
 
 def put_first(error: BaseException, text: str) -> None:
-    """Put torch's phrase in front of the text of an exception that has nothing but a text."""
+    """Put torch's phrase in front of the text of an exception that has nothing but a text.
+
+    And of a KeyError, whose key is its text.
+    """
     if not error.args:
         error.args = (text,)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (_Text(f"{text}\n{error.args[0]}"),)
+    elif type(error) is KeyError and len(error.args) == 1:
+        error.args = (_Text(f"{text}\n{error.args[0]!r}"),)
 
 
 def tell_where(error: BaseException, text: str) -> None:

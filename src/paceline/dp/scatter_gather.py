@@ -83,9 +83,10 @@ def _count_pieces(inputs: Any, devices: int, dim: int) -> int:
             continue
         if not -tensor.dim() <= dim < tensor.dim():
             raise ScatterDimError(
-                f"Inputs are cut along dimension {dim}, which a tensor of shape "
-                f"{tuple(tensor.shape)} does not have. Give the wrapper another dim, or pass the "
-                "tensor in a form that is not cut, for example as an attribute of the module."
+                f"Dimension out of range (expected to be in range of [{-tensor.dim()}, "
+                f"{tensor.dim() - 1}], but got {dim}): inputs are cut along dimension {dim}, which "
+                f"a tensor of shape {tuple(tensor.shape)} does not have. Give the wrapper another "
+                "dim, or keep the tensor as an attribute of the module."
             )
         size = tensor.size(dim)
         is_any_empty |= size == 0
@@ -221,8 +222,9 @@ def _concatenate(outputs: list[Any], device: torch.device, dim: int) -> torch.Te
     moved = [copy_to(tensor, device) for tensor in tensors]
     if dim == 0 and all(tensor.dim() == 0 for tensor in moved):
         warnings.warn(
-            f"Replicas returned scalars: the result is a vector of {len(moved)}, one entry for "
-            "each. Take its mean() or sum(), or return a tensor with a batch dimension.",
+            "Was asked to gather along dimension 0, but all input tensors were scalars; will "
+            f"instead unsqueeze and return a vector, with one entry for each of {len(moved)} "
+            "replicas. Take its mean() or sum(), or return a tensor with a batch dimension.",
             UserWarning,
             stacklevel=2,
         )

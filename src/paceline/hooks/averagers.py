@@ -23,8 +23,8 @@ from paceline.torch_private import is_outside_group
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 _EVERY_STEP = (
-    "averages parameters in every step, which sends as much as averaging gradients does: use "
-    "DistributedDataParallel without a hook instead, or a longer period"
+    "no need to use model averaging: it sends as much as averaging gradients does. Use "
+    "DistributedDataParallel without a hook, or a longer period."
 )
 
 
@@ -59,7 +59,7 @@ class PeriodicModelAverager(ModelAverager):
         super().__init__(process_group)
         _check_steps(period, warmup_steps)
         if period == 1:
-            warnings.warn(f"period=1 {_EVERY_STEP}.", stacklevel=2)
+            warnings.warn(f"When period is 1, {_EVERY_STEP}", stacklevel=2)
         self.period = period
         self.warmup_steps = warmup_steps
 
@@ -90,19 +90,21 @@ class HierarchicalModelAverager(ModelAverager):
         super().__init__(process_group)
         if not period_group_size_dict:
             raise ConfigurationError(
-                "period_group_size_dict is empty. Give periods and group sizes, for example "
-                "{2: 4, 8: 16} for 16 ranks: four at a time every 2 steps, all every 8."
+                "Arg ``period_group_size_dict`` must not be empty. Give periods and group sizes, "
+                "for example {2: 4, 8: 16} for 16 ranks: four at a time every 2 steps, all every 8."
             )
         self._periods = list(period_group_size_dict)
-        _check_steps(min(self._periods), warmup_steps)
+        minimum = "The minimum period in arg ``period_group_size_dict``"
+        _check_steps(min(self._periods), warmup_steps, minimum)
         if self._periods[-1] == 1:
-            warnings.warn(f"A longest period of 1 {_EVERY_STEP}.", stacklevel=2)
+            longest = "the maximum period in arg ``period_group_size_dict``"
+            warnings.warn(f"When {longest} is 1, {_EVERY_STEP}", stacklevel=2)
         world = self.process_group.size()
         last = list(period_group_size_dict.values())[-1]
         if last != world:
             raise ConfigurationError(
-                f"The last group size in period_group_size_dict is {last}, but process_group has "
-                f"{world} ranks. At the top of the hierarchy stand all ranks: write {world}."
+                f"The last value in arg ``period_group_size_dict`` {last} must be equal to the "
+                f"size of arg ``process_group`` {world}: the last group is all ranks."
             )
         self.period_process_group_dict = {
             period: self._groups_of(size) for period, size in period_group_size_dict.items()
@@ -156,16 +158,18 @@ def _with_gradients(params: Parameters) -> Iterable[torch.nn.Parameter]:
     for item in params:
         if not isinstance(item, (torch.nn.Parameter, dict)):
             raise NotImplementedError(
-                "average_parameters takes parameters or an optimizer's param_groups, but one of "
-                f"them is a {type(item).__name__}. Pass model.parameters()."
+                f"Parameter input of type {type(item)} is not supported: average_parameters takes "
+                "parameters or an optimizer's param_groups. Pass model.parameters()."
             )
         for parameter in item["params"] if isinstance(item, dict) else [item]:
             if parameter.grad is not None:
                 yield parameter
 
 
-def _check_steps(period: int, warmup_steps: int) -> None:
-    if period < 1:
-        raise ConfigurationError(f"A period is at least 1 step, not {period!r}.")
+def _check_steps(period: int, warmup_steps: int, which: str = "Arg ``period``") -> None:
     if warmup_steps < 0:
-        raise ConfigurationError(f"warmup_steps is not negative, but it is {warmup_steps!r}.")
+        raise ConfigurationError(
+            f"Arg ``warmup_steps`` must be a non-negative number. It is {warmup_steps!r}."
+        )
+    if period < 1:
+        raise ConfigurationError(f"{which} must be a positive value. It is {period!r} steps.")

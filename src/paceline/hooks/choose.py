@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.hooks.dry import measure
+from paceline.hooks.cost import measure
 from paceline.hooks.registry import Wrapper, register
 
 ROUNDING: dict[str, dict[str, Any]] = {"allreduce": {}, "bf16": {}, "fp16": {}, "int8": {}}

@@ -136,8 +136,8 @@ class PostLocalSGDOptimizer(Optimizer):
         self.param_groups = self.optim.param_groups
         if "step" not in state_dict:
             warnings.warn(
-                "This state has no step of an averager (was it saved by another optimizer?): it "
-                "begins at 0, warm-up included.",
+                "Loaded state dict does not contain a step counter for an averager. Setting step "
+                "counter to 0, warm-up included. Was it saved by another optimizer?",
                 stacklevel=2,
             )
         self.averager.step = state_dict.get("step", 0)

@@ -7,8 +7,8 @@ For each gradient matrix M (n x m) that is worth it, ranks exchange r columns in
 
 Names, arguments and numbers are torch's. What differs: it is right with any number of buckets in
 flight on any backend (torch's starts collectives from callbacks, see [Note: order of rounds] in
-conveyor.py), batched PowerSGD works, columns of zeros do not become NaN, compression may start with
-the first step if that is asked for, and there is ``state_dict()``.
+round_scheduler.py), batched PowerSGD works, columns of zeros do not become NaN, compression may
+start with the first step if that is asked for, and there is ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.hooks import lowrank
-from paceline.hooks.conveyor import Rounds
 from paceline.hooks.factors import Factors, plan_matrices, plan_square
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, start_all_reduce
 from paceline.hooks.layout import BucketView
+from paceline.hooks.round_scheduler import Rounds
 from paceline.hooks.state import ConveyorState
 
 logger = logging.getLogger(__name__)

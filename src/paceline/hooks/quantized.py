@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
 from paceline.hooks.codecs import Codec, Fp8Codec, Int8Codec, SignCodec
-from paceline.hooks.conveyor import Rounds
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -34,6 +33,7 @@ from paceline.hooks.interface import (
     start_all_to_all,
 )
 from paceline.hooks.layout import BucketView
+from paceline.hooks.round_scheduler import Rounds
 from paceline.hooks.state import ConveyorState
 
 WIRES = ("int8", "e4m3", "e5m2", "sign")

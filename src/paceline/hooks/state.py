@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.hooks.conveyor import Conveyor, Rounds, conveyor_of
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -35,6 +34,7 @@ from paceline.hooks.interface import (
     start_all_reduce,
 )
 from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterBook
+from paceline.hooks.round_scheduler import Conveyor, Rounds, conveyor_of
 
 VERSION = 1
 

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError
-from paceline.hooks.conveyor import Rounds
 from paceline.hooks.interface import (
     HookBucket,
     TensorFuture,
@@ -32,6 +31,7 @@ from paceline.hooks.interface import (
     start_all_reduce,
 )
 from paceline.hooks.layout import BucketView
+from paceline.hooks.round_scheduler import Rounds
 from paceline.hooks.state import ConveyorState
 
 RESIDUAL, VELOCITY = "residual", "velocity"

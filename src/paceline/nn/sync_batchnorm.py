@@ -71,9 +71,12 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         channels = input.size(1)
         has_channels = self.affine or self.track_running_stats
         if channels == 0 or (has_channels and channels != self.num_features):
+            phrase = f"running_mean should contain {channels} elements not {self.num_features}"
+            if channels == 0:
+                phrase = "SyncBatchNorm number of input channels should be non-zero"
             raise NormInputError(
-                f"SyncBatchNorm was made for {self.num_features} channels, and got an input of "
-                f"shape {tuple(input.shape)}, whose dimension 1 has {channels}. Channels come "
+                f"{phrase}: the layer was made for {self.num_features} channels, and got an input "
+                f"of shape {tuple(input.shape)}, whose dimension 1 has {channels}. Channels come "
                 "second: permute the input, or make the layer for that number."
             )
 

@@ -14,16 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
+from torch.distributed.algorithms import Join
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel import gather as torch_gather
-from torch.nn.parallel import parallel_apply as torch_apply
 from torch.utils.checkpoint import checkpoint
 
-import paceline
 from paceline import DistributedDataParallel as DDP
-from paceline import hooks
 from paceline.testing import run_ranks
 
 Wrap = Callable[..., Any]
@@ -51,6 +47,12 @@ def hooked_twice(wrap: Wrap) -> None:
         ddp.register_comm_hook(None, lambda state, bucket: None)
 
 
+def builtin_twice(wrap: Wrap) -> None:
+    ddp = wrap(linear())
+    for _ in range(2):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+
 def annotated(wrap: Wrap) -> None:
     def hook(state: object, bucket: int) -> torch.futures.Future[torch.Tensor]:
         raise NotImplementedError
@@ -74,6 +76,16 @@ def static_too_late(wrap: Wrap) -> None:
 
 def both_groups(wrap: Wrap) -> None:
     wrap(linear(), process_group=dist.group.WORLD, device_mesh=DeviceMesh("cpu", [0]))
+
+
+def two_dimensions(wrap: Wrap) -> None:
+    wrap(linear(), device_mesh=DeviceMesh("cpu", [[0]]))
+
+
+def joined_over_two_groups(wrap: Wrap) -> None:
+    other = wrap(linear(), process_group=dist.new_group([0]))
+    with Join([wrap(linear()), other]):
+        pass
 
 
 def unfinished(wrap: Wrap) -> None:
@@ -164,6 +176,12 @@ MISTAKES: dict[str, tuple[Callable[[Wrap], Any], str]] = {
         hooked_twice,
         "register_comm_hook or register_builtin_comm_hook can only be called once",
     ),
+    "built-in hook twice": (builtin_twice, "comm_hook can only be called once"),
+    "mesh of two dimensions": (two_dimensions, "Only 1D device mesh is supported, but got "),
+    "two groups in a join": (
+        joined_over_two_groups,
+        "Using join context manager with multiple process groups",
+    ),
     "bucket annotation": (annotated, "bucket annotation should be dist.GradBucket"),
     "return annotation": (
         returning,
@@ -250,6 +268,22 @@ def test_different_sizes() -> None:
         assert "appears not to match sizes of the same param in process 0" in text
 
 
+def test_inputs_exhausted() -> None:
+    def on_rank() -> list[str]:
+        return [error_of(lambda wrap=wrap: run_out(wrap))[1] for wrap in (DDP, TorchDDP)]
+
+    def run_out(wrap: Wrap) -> None:
+        ddp = wrap(linear())
+        with ddp.join(throw_on_early_termination=True):
+            for _ in range(1 + dist.get_rank()):
+                ddp(torch.ones(1, 2)).sum().backward()
+
+    first, second = run_ranks(2, on_rank)
+    assert first == ["Rank 0 exhausted all inputs."] * 2
+    for text in second:
+        assert "Detected at least one rank that exhausted inputs. Throwing across all rank" in text
+
+
 def test_no_group() -> None:
     def on_rank() -> list[tuple[list[str], str]]:
         return [error_of(lambda wrap=wrap: wrap(linear())) for wrap in (DDP, TorchDDP)]
@@ -258,46 +292,3 @@ def test_no_group() -> None:
     for kinds, text in run_ranks(1, on_rank, init=False)[0]:
         assert "ValueError" in kinds
         assert phrase in text
-
-
-def test_power_sgd_too_early() -> None:
-    for options in ({}, {"use_error_feedback": False}, {"warm_start": False}):
-        for state in (hooks.PowerSGDState, torch_power.PowerSGDState):
-            for early in (0, 1):
-                with pytest.raises(ValueError, match="Expect `start_powerSGD_iter` > 1 if"):
-                    state(None, start_powerSGD_iter=early, **options)
-    for state in (hooks.PowerSGDState, torch_power.PowerSGDState):
-        state(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
-    assert hooks.PowerSGDState(None, start_powerSGD_iter=0, compresses_first_steps=True).iter == 0
-
-
-class Fails(nn.Module):
-    def forward(self, x: torch.Tensor) -> Any:
-        return {}["wonderful"]
-
-
-def test_data_parallel_and_its_functions() -> None:
-    x = torch.ones(1, 2)
-    for apply in (paceline.parallel_apply, torch_apply):
-        with pytest.raises(AssertionError, match="The number of modules 2 is not equal to the num"):
-            apply([linear(), linear()], [x])
-    with pytest.raises(KeyError) as caught:
-        paceline.parallel_apply([Fails(), Fails()], [x, x])
-    assert "Caught KeyError in replica 0 on device cpu." in str(caught.value)
-    assert "wonderful" in str(caught.value)
-    outputs = [{"a": x}, {"a": x, "b": x}]
-    for gather in (paceline.gather, torch_gather):
-        with pytest.raises(ValueError, match="All dicts must have the same number of keys"):
-            gather(outputs, "cpu")
-    with pytest.raises(
-        RuntimeError, match=r"module must have its parameters and buffers on device"
-    ):
-        paceline.DataParallel(nn.Linear(2, 2, device="meta"), ["cpu", "cpu"])(x)
-
-
-def test_sync_batch_norm_of_ours() -> None:
-    norm = paceline.nn.SyncBatchNorm(2)
-    with pytest.raises(ValueError, match=r"expected at least 2D input \(got 1D input\)"):
-        norm(torch.ones(2))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
-        norm(torch.ones(1, 2))

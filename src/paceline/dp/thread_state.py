@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.dp.crew import Crew
 from paceline.dp.devices import accelerator_type
+from paceline.dp.replica_threads import Crew
 
 T = TypeVar("T")
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.dp import crew as crew_module
-from paceline.dp.crew import POOL
+from paceline.dp import replica_threads as threads_module
 from paceline.dp.parallel_apply import tell_where
+from paceline.dp.replica_threads import POOL
 from tests.dp.compare import CPUS
 
 
@@ -52,7 +52,7 @@ def test_wrappers_share_crews_and_one_piece_runs_on_the_callers_thread() -> None
 
 
 def test_an_idle_crew_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(threads_module, "IDLE_S", 0.05)
     model = paceline.DataParallel(ThreadIds(), CPUS)
     model(torch.zeros(2))
     until_s = time.monotonic() + 60
@@ -65,7 +65,7 @@ def test_an_idle_crew_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_crew_that_is_busy_for_longer_than_the_idle_time_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew_module, "IDLE_S", 0.02)
+    monkeypatch.setattr(threads_module, "IDLE_S", 0.02)
 
     def slow(x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.01 if x.item() == 0 else 0.2)  # the first replica is idle meanwhile
@@ -193,8 +193,8 @@ def test_a_forked_child_has_its_own_crews() -> None:
 
 def test_the_interpreter_ends_at_once_with_an_idle_crew() -> None:
     script = (
-        "import torch, paceline, paceline.dp.crew\n"
-        "paceline.dp.crew.IDLE_S = 1000.0\n"
+        "import torch, paceline, paceline.dp.replica_threads\n"
+        "paceline.dp.replica_threads.IDLE_S = 1000.0\n"
         "paceline.DataParallel(torch.nn.Linear(2, 2), ['cpu', 'cpu'])(torch.ones(2, 2))\n"
     )
     done = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.dp.ambient import shares_of
+from paceline.dp.thread_state import shares_of
 from tests.dp.compare import CPUS
 
 CPU = torch.device("cpu")
