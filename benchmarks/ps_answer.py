@@ -59,19 +59,20 @@ class Way:
         self, package: str, is_native: bool, args: argparse.Namespace, shape: Shape
     ) -> None:
         def part(name: str) -> Any:
-            return importlib.import_module(f"{package}.ps.{name}")
+            return importlib.import_module(f"{package}.{name}")
 
-        extension, self._wire, spec = part("extension"), part("wire"), part("spec")
+        extension, spec = part("native.extension"), part("ps.protocol.table_spec")
+        self._wire = part("ps.protocol.wire")
         native = extension.native
         if not is_native:
             extension.native = None
         try:
-            self._store = part("store").Store(1 << 36, 1 << 30)
+            self._store = part("ps.state.store").Store(1 << 36, 1 << 30)
         finally:
             extension.native = native
-        place = part("save_place").SavePlace(None)
-        self._handler = part("handler").Handler(self._store, None, place)
-        optimizer = getattr(part("optim"), args.optimizer)(0.1)
+        place = part("ps.server.save_root").SavePlace(None)
+        self._handler = part("ps.server.dispatch").Handler(self._store, None, place)
+        optimizer = getattr(part("ps.protocol.optimizers"), args.optimizer)(0.1)
         whole = spec.Shard(spec.Sharding.TABLE, 0, 1)
         self._shape, self._sequence = shape, 0
         self._cold = np.zeros(args.touch_mib << 17)
