@@ -1,7 +1,7 @@
 """A program whose rank 1 ends in a given way while others need it; prints what they were told.
 
 Forks its ranks, so that torch is imported once and the end of a rank is that of a real program:
-what is raised here goes up to the interpreter. Run by ``test_last_words.py``.
+what is raised here goes up to the interpreter. Run by ``test_exit_reason.py``.
 """
 
 from __future__ import annotations

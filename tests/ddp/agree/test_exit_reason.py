@@ -86,7 +86,7 @@ class TestWords:
         text = exit_reason_of(caught.value).text
         assert text.startswith("RuntimeError: second (")
         assert "after KeyError: 'first' (" in text
-        assert "test_last_words.py:" in text
+        assert "test_exit_reason.py:" in text
 
     def test_exit_in_a_handler_is_not_the_news(self) -> None:
         def fail() -> None:

@@ -2,8 +2,8 @@
 
 Called by ``ps/state/table.py`` with rows, state and gradient of the rows of one push, one line for
 each row. Each function changes rows and state in place, by the same operations in the same order as
-``torch.optim`` does it for a whole table, so that the bits are the same (``tests/ps/state/test_updates.py``
-compares them). Must not know where rows are kept.
+``torch.optim`` does it for a whole table, so that the bits are the same
+(``tests/ps/state/test_updates.py`` compares them). Must not know where rows are kept.
 """
 
 from __future__ import annotations
