@@ -268,7 +268,7 @@ def test_gather_cpu() -> None:
     assert torch.autograd.gradcheck(lambda *t: paceline.gather(t, "cpu"), inputs)
     assert torch.autograd.gradgradcheck(lambda *t: paceline.gather(t, "cpu"), inputs)
     scalars = [torch.randn((), requires_grad=True) for _ in range(2)]
-    with pytest.warns(UserWarning, match="vector of 2"):
+    with pytest.warns(UserWarning, match="each of 2 replicas"):
         result = paceline.gather(scalars, "cpu")
     assert torch.equal(result, torch.stack(scalars))
     with pytest.warns(FutureWarning, match='write "cpu"'):

@@ -122,7 +122,7 @@ def test_a_message_is_checked_as_a_whole(direct: Direct) -> None:
     assert direct.value(1) == 1.0
 
 
-@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf"), 1e39, 10_001.0])
 def test_learning_rates(direct: Direct, lr: float) -> None:
     assert "learning rate" in direct.push([1], lr).control["text"]
 

@@ -65,7 +65,7 @@ static bool is_plain_record(const struct pl_record *record, const struct pl_entr
     if (record->dtype != entry->dtype || entry->is_renormed) {
         return false;
     }
-    if (!(record->lr >= 0) || !isfinite(record->lr)) {
+    if (!(record->lr >= 0) || record->lr > PL_MAX_LEARNING_RATE) {
         return false;
     }
     return entry->map != 0 || record->ids == 0;

@@ -37,6 +37,8 @@ struct pl_head {
     uint32_t reserved;
 };
 
+#define PL_MAX_LEARNING_RATE 1e4 /* MAX_LEARNING_RATE in ps/protocol/wire.py */
+
 struct pl_record {
     uint32_t table;
     uint8_t form;

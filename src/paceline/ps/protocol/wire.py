@@ -156,6 +156,11 @@ class Head(NamedTuple):
     sequence: int = 0
 
 
+MAX_LEARNING_RATE = 1e4
+"""No row survives a larger one; torch refuses those that a row's dtype does not have, but only in
+the middle of an update. ``PL_MAX_LEARNING_RATE`` in ``native/ps/rows.h``."""
+
+
 class Section(NamedTuple):
     """One table's share of a data message; ``dim`` is the table's, and not on the wire."""
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.ps.protocol.wire import Form, Kind, Message, Section, aligned
+from paceline.ps.protocol.wire import MAX_LEARNING_RATE, Form, Kind, Message, Section, aligned
 from paceline.ps.state.bag_pooling import Bags
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.table import Table
@@ -118,11 +118,11 @@ def _check_kind(table: Table, section: Section) -> None:
             f"table {table.spec.name!r} has {table.spec.dtype.name}, not {section.dtype.name}",
             table=table.spec.name,
         )
-    # Infinite or not a number: subtracting it from itself is not zero.
-    if not (section.lr >= 0 and section.lr - section.lr == 0):
+    if not 0 <= section.lr <= MAX_LEARNING_RATE:  # nor if it is not a number
         raise Refusal(
             Code.WIRE,
-            f"a learning rate of {section.lr} for table {table.spec.name!r}",
+            f"a learning rate of {section.lr} for table {table.spec.name!r}: it is from 0 to "
+            f"{MAX_LEARNING_RATE:g}",
             table=table.spec.name,
         )
 
