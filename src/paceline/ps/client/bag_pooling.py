@@ -14,7 +14,7 @@ matters for three equal ids in a sum (a + b is b + a), and for two where each is
 (mean, weights, frequency): only tables with such ids get a call of their own. ``max`` and
 ``nn.Embedding`` do not sort.
 
-Tables with the same bags are backed through side_by_side (see the note in
+Tables with the same bags have one backward, side by side (see the note in
 ``ps/client/message_plan.py``): by one call where nothing is scaled, because ``1 * x + y`` is
 rounded once however wide a row is; by one call each where something is.
 """

@@ -75,7 +75,8 @@ class Link:
         client: Who this trainer is, for the server's listener.
 
     Attributes:
-        came_by_shm: Of the last message: whether it came from the same server as all before.
+        came_by_shm: Whether the last message came through shared memory: it is then from the
+            same server as all before.
     """
 
     def __init__(self, context: Any, address: str, curve: dict[str, bytes], client: bytes) -> None:

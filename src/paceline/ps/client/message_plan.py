@@ -4,7 +4,7 @@ Called by ``ps/client/table_set.py`` and ``ps/client/row_io.py``. The native cor
 (``native/ps/plan.c``) does all of it in one call. Where there is none, and where it refuses, numpy
 does the same (``ps/client/row_plan.py``), and says what is wrong.
 
-[Note: side_by_side]
+[Note: side by side]
 Tables that all got the very same bags have the same distinct ids. Their rows can stand side by side
 in one line for each id, and so can their gradients: one table that is ``tables`` times as wide. To
 its ids torch's backward does what it does to those of each table by itself

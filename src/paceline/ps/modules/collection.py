@@ -88,7 +88,7 @@ class EmbeddingBagCollection(ServedModule):
         torch.Size([1, 12])
 
         Raises:
-            BagsError: TableSet have different numbers of bags.
+            BagsError: Tables have different numbers of bags.
         """
         order = [(self._configs.get(name) or self._unknown(name))[0] for name in batch]
         return self._tables.joined(batch, order, lambda: self._read(batch))

@@ -1,4 +1,4 @@
-"""The listening socket of a server on ipc, and if its name is there. Called by ``ServerSocket``.
+"""The listening socket of a server on ipc, and whether its name is there. For ``ServerSocket``.
 
 libzmq accepts connections in a thread of its own, and aborts the process if there is no descriptor
 for one (``accept`` with EMFILE). So it must not come to that, whatever the server's loop does.
