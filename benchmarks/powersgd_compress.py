@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
 from benchmarks import command, malloc, workloads
 from paceline import hooks
-from paceline.hooks.cost import DryBucket
+from paceline.hooks.cost import SampleBucket
 from paceline.testing import run_ranks
 
 
@@ -34,7 +34,7 @@ def run_rank(workload: str, rank: int, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in pairs}
     for turn in range(rounds + 4):  # two without compression, two to get warm
         for name, (state, hook) in pairs.items():
-            bucket = DryBucket(parameters, 0)
+            bucket = SampleBucket(parameters, 0)
             start_s = time.perf_counter()
             hook(state, bucket).wait()
             if turn >= 4:

@@ -6,7 +6,7 @@ torch: a gloo group, nothing of Paceline's. settled: the same, with what the wra
 later: the same, but gloo is used by a finalizer, when the program has ended. wrapper: with a
 wrapper that lives as long as the program. destroyed: the same, and the group is destroyed. group: a
 Paceline group of two ranks, with a future that calls something slow. hook: the same with a future
-of a conveyor.
+of a scheduler.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline import DistributedDataParallel
 from paceline.gloo_threads import settle_gloo_at_exit
-from paceline.hooks.round_scheduler import Rounds, conveyor_of
+from paceline.hooks.round_scheduler import Rounds, scheduler_of
 from paceline.torch_private import default_group
 
 KEPT: list[object] = []
@@ -52,7 +52,7 @@ def leave_a_callback(rank: int) -> None:
 
 
 def one_round() -> Rounds:
-    """A job for a conveyor."""
+    """A job for a scheduler."""
     ones = torch.ones(3)
     yield lambda group: group.allreduce([ones]).get_future()
     time.sleep(0.1)  # whoever submits it still has to say what to call then
@@ -78,7 +78,7 @@ def main() -> None:
             print(f"rank 1 ended with {os.waitstatus_to_exitcode(status)}")
         return
     if case == "hook":
-        future = conveyor_of(default_group(), 1).submit("a sum", one_round())
+        future = scheduler_of(default_group(), 1).submit("a sum", one_round())
         KEPT.append(future.then(lambda _: time.sleep(0.5)))
         time.sleep(0.2)
         return

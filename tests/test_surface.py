@@ -20,7 +20,7 @@ SURFACE = {
     """,
     "paceline.hooks": """
         Choice DDPCommHookType DiLoCoOptimizer DiLoCoState HierarchicalModelAverager HookCost
-        ConveyorState ModelAverager PeriodicModelAverager PostLocalSGDOptimizer PostLocalSGDState
+        HookState ModelAverager PeriodicModelAverager PostLocalSGDOptimizer PostLocalSGDState
         PowerSGDState QuantizedState TopKState allreduce_hook batched_powerSGD_hook
         bf16_compress_hook bf16_compress_wrapper choose diloco_hook fp16_compress_hook
         fp16_compress_wrapper noop_hook post_localSGD_hook powerSGD_hook

@@ -41,7 +41,7 @@ def settle_gloo_at_exit() -> None:
     """Call :func:`settle_gloo` when the program ends. Once, however often it is asked for.
 
     Not by ``atexit``: finalizers end in the opposite order in which they were made, so this one
-    comes after those of transports, groups and conveyors, which may still have used gloo.
+    comes after those of transports, groups and schedulers, which may still have used gloo.
     """
     weakref.finalize(settle_gloo, settle_gloo)  # a function lives as long as its module
 

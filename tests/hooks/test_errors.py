@@ -170,10 +170,10 @@ class TestWrongResult:
 
 
 @pytest.mark.parametrize("wrap", [DDP, TorchDDP], ids=["paceline", "torch"])
-def test_an_error_on_a_conveyor_is_raised_by_backward(wrap: Any) -> None:
+def test_an_error_in_a_round_is_raised_by_backward(wrap: Any) -> None:
     """And the next bucket says that the order is lost, instead of hanging or mixing up numbers."""
 
-    class Failing(hooks.ConveyorState):
+    class Failing(hooks.HookState):
         ROUNDS = 1
         NAME = "failing_hook"
 
@@ -236,7 +236,7 @@ def test_no_thread_outlives_model_and_group() -> None:
         hooks.register(model, "int8")
         model(torch.ones(1, 8)).sum().backward()
         [thread] = set(threading.enumerate()) - before
-        assert thread.name == "paceline-conveyor"
+        assert thread.name == "paceline-rounds"
         del model
         dist.destroy_process_group()
         gc.collect()

@@ -14,7 +14,7 @@ import torch
 from paceline.dp.containers import first_tensor
 from paceline.dp.devices import CPU, DeviceLike, Place, accelerator_type, parse_device
 from paceline.dp.replica_threads import POOL, Job, Outcome
-from paceline.dp.thread_state import Ambient, divide_intraop_threads, in_callers_context
+from paceline.dp.thread_state import ThreadState, divide_intraop_threads, in_callers_context
 from paceline.errors import PacelineError, ReplicaCountError
 
 
@@ -51,7 +51,7 @@ def parallel_apply(
     if len(modules) == 1:
         outcomes = [_run_here(_call(modules[0], inputs[0], kwargs[0], targets[0]))]
     else:
-        outcomes = _run_on_crew(modules, inputs, kwargs, targets)
+        outcomes = _run_on_threads(modules, inputs, kwargs, targets)
     _raise_first(outcomes, targets)
     return [outcome.value for outcome in outcomes]
 
@@ -96,23 +96,23 @@ def _run_here(job: Job) -> Outcome:
         return Outcome(error=error)
 
 
-def _run_on_crew(
+def _run_on_threads(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
     kwargs: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
 ) -> list[Outcome]:
-    ambient = Ambient.capture()
+    state = ThreadState.capture()
     calls = map(_call, modules, inputs, kwargs, devices)
-    jobs = [in_callers_context(_under(ambient, call)) for call in calls]
+    jobs = [in_callers_context(_under(state, call)) for call in calls]
     with POOL.lend(len(jobs)) as crew:
         divide_intraop_threads(crew, devices)
         return crew.run(jobs)
 
 
-def _under(ambient: Ambient, call: Job) -> Job:
+def _under(state: ThreadState, call: Job) -> Job:
     def job() -> Any:
-        with ambient.entered():
+        with state.entered():
             return call()
 
     return job

@@ -68,12 +68,12 @@ def _without_first_frame(error: BaseException) -> BaseException:
     return error.with_traceback(trace.tb_next if trace else None)
 
 
-class Crew:
+class ReplicaThreads:
     """Some threads that work for one caller at a time."""
 
-    def __init__(self, size: int, retire: Callable[[Crew], bool]) -> None:
+    def __init__(self, size: int, retire: Callable[[ReplicaThreads], bool]) -> None:
         self.shares: tuple[int, ...] = ()
-        """How many intra-op threads each may use; kept here by the caller, see ``intraop.py``."""
+        """Intra-op threads that each may use; kept here by ``thread_state.py``."""
         self.is_broken = False
         self._inboxes: list[SimpleQueue[Order | None]] = [SimpleQueue() for _ in range(size)]
         self._threads = [
@@ -88,7 +88,7 @@ class Crew:
             raise
 
     def _arguments(
-        self, retire: Callable[[Crew], bool]
+        self, retire: Callable[[ReplicaThreads], bool]
     ) -> Iterator[tuple[SimpleQueue[Order | None], Retire | None]]:
         """Only the first thread watches the clock: a crew ends as a whole."""
         for inbox in self._inboxes:
@@ -163,7 +163,7 @@ def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
 
 
 class Pool:
-    """Crews that nobody uses at the moment, by size."""
+    """Replica threads that nobody uses at the moment, by size."""
 
     def __init__(self) -> None:
         self.forget()
@@ -171,10 +171,10 @@ class Pool:
     def forget(self) -> None:
         """Start anew, for a forked child: the threads, and whoever held the lock, are not there."""
         self._lock = threading.Lock()
-        self._idle: dict[int, list[Crew]] = {}
+        self._idle: dict[int, list[ReplicaThreads]] = {}
 
     @contextlib.contextmanager
-    def lend(self, size: int) -> Iterator[Crew]:
+    def lend(self, size: int) -> Iterator[ReplicaThreads]:
         """Give the caller a crew for itself."""
         crew = self._take(size)
         try:
@@ -182,20 +182,20 @@ class Pool:
         finally:
             self._give_back(crew)
 
-    def _take(self, size: int) -> Crew:
+    def _take(self, size: int) -> ReplicaThreads:
         with self._lock:
             waiting = self._idle.get(size)
             if waiting:
                 return waiting.pop()
-        return Crew(size, self._retire)
+        return ReplicaThreads(size, self._retire)
 
-    def _give_back(self, crew: Crew) -> None:
+    def _give_back(self, crew: ReplicaThreads) -> None:
         if crew.is_broken:
             return
         with self._lock:
             self._idle.setdefault(len(crew), []).append(crew)
 
-    def _retire(self, crew: Crew) -> bool:
+    def _retire(self, crew: ReplicaThreads) -> bool:
         """Take an idle crew out of the pool for good. False: somebody has borrowed it."""
         with self._lock:
             waiting = self._idle.get(len(crew), [])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.dp.devices import accelerator_type
-from paceline.dp.replica_threads import Crew
+from paceline.dp.replica_threads import ReplicaThreads
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Autocast:
 
 
 @dataclass(frozen=True)
-class Ambient:
+class ThreadState:
     """The state of one thread, to be had by another."""
 
     grad: bool
@@ -46,7 +46,7 @@ class Ambient:
     autocast_cache: bool
 
     @classmethod
-    def capture(cls) -> Ambient:
+    def capture(cls) -> ThreadState:
         """Read the state of this thread."""
         accelerator = accelerator_type()
         kinds = ("cpu",) if accelerator is None else ("cpu", accelerator)
@@ -101,7 +101,7 @@ def shares_of(total: int, devices: Sequence[torch.device]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def divide_intraop_threads(crew: Crew, devices: Sequence[torch.device]) -> None:
+def divide_intraop_threads(crew: ReplicaThreads, devices: Sequence[torch.device]) -> None:
     """Give each thread of a crew its share of what the caller may use; cheap if it has it already.
 
     ``torch.set_num_threads`` sets the number of its own thread, and what threads begin with that

@@ -31,17 +31,17 @@ from paceline.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerS
 from paceline.hooks.quantize import quantization_perchannel_hook, quantization_pertensor_hook
 from paceline.hooks.quantized import QuantizedState, quantized_hook
 from paceline.hooks.registry import DDPCommHookType, register, register_ddp_comm_hook
-from paceline.hooks.state import ConveyorState
+from paceline.hooks.state import HookState
 from paceline.hooks.topk import TopKState, topk_hook
 
 __all__ = [
     "Choice",
-    "ConveyorState",
     "DDPCommHookType",
     "DiLoCoOptimizer",
     "DiLoCoState",
     "HierarchicalModelAverager",
     "HookCost",
+    "HookState",
     "ModelAverager",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",

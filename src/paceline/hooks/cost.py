@@ -14,15 +14,15 @@ import torch
 
 from paceline.hooks.counting import CountingGroup
 from paceline.hooks.interface import TensorFuture
-from paceline.hooks.layout import BucketView, ParameterBook
+from paceline.hooks.layout import BucketView, ParameterNumbers
 from paceline.hooks.registry import NAMES
-from paceline.hooks.state import ConveyorState
+from paceline.hooks.state import HookState
 
 BUCKET_NUMEL = 25 * 1024 * 1024 // 4
 _SAMPLE_NUMEL = 2 * BUCKET_NUMEL  # more than this is extrapolated
 
 
-class DryBucket:
+class SampleBucket:
     """A bucket of parameters of one dtype, with random gradients."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], index: int) -> None:
@@ -96,8 +96,8 @@ def _measure_same(
     return int(group.sent_bytes * scale), seconds * scale
 
 
-def _run(name: str, state: Any, bucket: DryBucket) -> None:
-    if isinstance(state, ConveyorState):
+def _run(name: str, state: Any, bucket: SampleBucket) -> None:
+    if isinstance(state, HookState):
         view = BucketView.of(bucket, _book(state))
         for start in state.rounds(view, 1_000_000):
             start(state.group)
@@ -106,12 +106,12 @@ def _run(name: str, state: Any, bucket: DryBucket) -> None:
     future.wait()
 
 
-def _book(state: Any) -> ParameterBook:
-    book: ParameterBook = state._book
+def _book(state: Any) -> ParameterNumbers:
+    book: ParameterNumbers = state._book
     return book
 
 
-def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[DryBucket]:
+def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[SampleBucket]:
     """Cut parameters into buckets of some 25 MB, up to the size of a sample."""
     batch: list[torch.Tensor] = []
     total = index = 0
@@ -119,9 +119,9 @@ def _buckets(parameters: Sequence[torch.Tensor]) -> Iterator[DryBucket]:
         batch.append(parameter)
         total += parameter.numel()
         if sum(p.numel() for p in batch) >= BUCKET_NUMEL:
-            yield DryBucket(batch, index)
+            yield SampleBucket(batch, index)
             batch, index = [], index + 1
             if total >= _SAMPLE_NUMEL:
                 return
     if batch:
-        yield DryBucket(batch, index)
+        yield SampleBucket(batch, index)

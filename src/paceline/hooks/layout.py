@@ -29,7 +29,7 @@ from paceline.hooks.interface import HookBucket
 Numbers = tuple[int, ...]
 
 
-class ParameterBook:
+class ParameterNumbers:
     """Numbers parameters in the order in which they are seen."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class BucketView:
     is_last: bool
 
     @classmethod
-    def of(cls, bucket: HookBucket, book: ParameterBook) -> BucketView:
+    def of(cls, bucket: HookBucket, book: ParameterNumbers) -> BucketView:
         """Look at a bucket."""
         buffer = bucket.buffer()
         parameters = bucket.parameters()
@@ -104,7 +104,7 @@ class Memory:
     """Named values for every element of every bucket, zero at first."""
 
     def __init__(self) -> None:
-        self._shelves: dict[int, _Shelf] = {}
+        self._by_bucket: dict[int, _BucketMemory] = {}
         self._pool: dict[tuple[str, int], torch.Tensor] = {}
         self.before_move: Callable[[int], None] = lambda first: None
         """Called before buckets change from one on, while everything is still where it was."""
@@ -123,19 +123,21 @@ class Memory:
         numel = max(view.numel, padded_numel)
         if not keep:
             return view.values.new_zeros(numel, dtype=view.compute_dtype)
-        shelf = self._shelf(view)
-        if name not in shelf.values:
+        memory = self._memory_of(view)
+        if name not in memory.values:
             flat = view.values.new_zeros(numel, dtype=view.compute_dtype)
             for number, piece in zip(view.numbers, view.pieces(flat), strict=True):
                 kept = self._pool.pop((name, number), None)
                 if kept is not None:
                     piece.copy_(_checked(kept, piece, number))
-            shelf.values[name] = flat
-        return shelf.values[name]
+            memory.values[name] = flat
+        return memory.values[name]
 
     def flats(self, name: str) -> dict[int, torch.Tensor]:
         """The values of every bucket that has some, by index."""
-        found = {i: (s.view, s.values[name]) for i, s in self._shelves.items() if name in s.values}
+        found = {
+            i: (s.view, s.values[name]) for i, s in self._by_bucket.items() if name in s.values
+        }
         return {index: flat[: view.numel] for index, (view, flat) in found.items()}
 
     def state_dict(self) -> dict[str, dict[int, torch.Tensor]]:
@@ -147,39 +149,39 @@ class Memory:
 
     def load_state_dict(self, saved: dict[str, dict[int, torch.Tensor]]) -> None:
         """Forget everything and take what was saved."""
-        self._shelves = {}
+        self._by_bucket = {}
         self._pool = {
             (name, int(number)): piece.clone()
             for name, pieces in saved.items()
             for number, piece in pieces.items()
         }
 
-    def _shelf(self, view: BucketView) -> _Shelf:
-        shelf = self._shelves.get(view.index)
-        if shelf is not None and shelf.view.numbers != view.numbers:
+    def _memory_of(self, view: BucketView) -> _BucketMemory:
+        memory = self._by_bucket.get(view.index)
+        if memory is not None and memory.view.numbers != view.numbers:
             self._move_from(view.index)
-            shelf = None
-        if shelf is None:
+            memory = None
+        if memory is None:
             # The view's own values belong to the wrapper, and are not kept.
             bare = BucketView(view.index, view.values[:0], view.numbers, view.shapes, view.is_last)
-            shelf = self._shelves[view.index] = _Shelf(bare, {})
-        return shelf
+            memory = self._by_bucket[view.index] = _BucketMemory(bare, {})
+        return memory
 
     def _move_from(self, first: int) -> None:
         """See [Note: buckets change from one on]."""
         self.before_move(first)
-        for index in [index for index in self._shelves if index >= first]:
-            self._pool |= self._shelves.pop(index).pieces()
+        for index in [index for index in self._by_bucket if index >= first]:
+            self._pool |= self._by_bucket.pop(index).pieces()
 
     def _pieces(self) -> dict[tuple[str, int], torch.Tensor]:
         pieces = dict(self._pool)
-        for shelf in self._shelves.values():
-            pieces |= shelf.pieces()
+        for memory in self._by_bucket.values():
+            pieces |= memory.pieces()
         return pieces
 
 
 @dataclass
-class _Shelf:
+class _BucketMemory:
     """What is remembered for one bucket."""
 
     view: BucketView

@@ -26,14 +26,14 @@ from paceline.hooks.factors import Factors, plan_matrices, plan_square
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, start_all_reduce
 from paceline.hooks.layout import BucketView
 from paceline.hooks.round_scheduler import Rounds
-from paceline.hooks.state import ConveyorState
+from paceline.hooks.state import HookState
 
 logger = logging.getLogger(__name__)
 
 ERROR = "error"
 
 
-class PowerSGDState(ConveyorState):
+class PowerSGDState(HookState):
     """Settings and memory of :func:`powerSGD_hook` and :func:`batched_powerSGD_hook`.
 
     Args:

@@ -34,13 +34,13 @@ from paceline.hooks.interface import (
 )
 from paceline.hooks.layout import BucketView
 from paceline.hooks.round_scheduler import Rounds
-from paceline.hooks.state import ConveyorState
+from paceline.hooks.state import HookState
 
 WIRES = ("int8", "e4m3", "e5m2", "sign")
 ERROR = "error"
 
 
-class QuantizedState(ConveyorState):
+class QuantizedState(HookState):
     """Settings and memory of :func:`quantized_hook`.
 
     Args:
@@ -203,7 +203,7 @@ class _Cut:
 class _Scratch:
     """Byte buffers that go from bucket to bucket: fresh memory costs more than what is done in it.
 
-    Only the conveyor's thread takes and gives.
+    Only the scheduler's thread takes and gives.
     """
 
     def __init__(self) -> None:

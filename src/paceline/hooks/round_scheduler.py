@@ -1,4 +1,4 @@
-"""A conveyor: takes buckets through the rounds of a hook, in order, beside the backward pass.
+"""A scheduler: takes buckets through the rounds of a hook, in order, beside the backward pass.
 
 Used by every hook that needs more than one collective for a bucket, or that computes much. Knows
 jobs, rounds and groups; must not know what the rounds compute.
@@ -7,14 +7,14 @@ jobs, rounds and groups; must not know what the rounds compute.
 A c10d group matches collectives by the order in which each rank starts them. A hook that starts its
 second collective when its first is done starts it whenever that happens to be, which with several
 buckets in flight is not the same order on every rank: on gloo, numbers of one bucket then land in
-another. A conveyor has a group of its own for each round. On the group of round i, buckets come in
+another. A scheduler has a group of its own for each round. On the group of round i, buckets come in
 the order in which hooks were called, always; between groups there is no order to keep. So a
-conveyor may start whatever is ready, and the link is busy while the next bucket is being
+scheduler may start whatever is ready, and the link is busy while the next bucket is being
 compressed.
 
-All hooks on one process group share its conveyor: to make groups takes time, and wrappers run their
-hooks in the same order on every rank anyway. These groups last until the program destroys all of
-its groups, also if the one they are for is destroyed earlier: ranks would have to agree on when.
+All hooks on one process group share its scheduler: to make groups takes time, and wrappers run
+their hooks in the same order on every rank anyway. These groups last until the program destroys all
+of its groups, also if the one they are for is destroyed earlier: ranks would have to agree on when.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ Rounds = Generator[Start, None, torch.Tensor]
 """A job: yields what begins its next collective, goes on when that is done, returns the result."""
 
 CLOSE_PATIENCE_S = 5.0
-"""For a job that computes, or a callback that takes long, when the conveyor is let go."""
+"""For a job that computes, or a callback that takes long, when the scheduler is let go."""
 
 _WAKE = object()
 
-_conveyors: weakref.WeakKeyDictionary[dist.ProcessGroup, Conveyor] = weakref.WeakKeyDictionary()
+_schedulers: weakref.WeakKeyDictionary[dist.ProcessGroup, RoundScheduler] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def conveyor_of(parent: dist.ProcessGroup, rounds: int) -> Conveyor:
-    """Return the conveyor of a group, with groups for so many rounds. Ranks ask in the same order.
+def scheduler_of(parent: dist.ProcessGroup, rounds: int) -> RoundScheduler:
+    """Return the scheduler of a group, with groups for so many rounds. Ranks ask in the same order.
 
-    Collective when a conveyor or a group has to be made.
+    Collective when a scheduler or a group has to be made.
     """
-    conveyor = _conveyors.get(parent)
-    if conveyor is None or conveyor.is_broken():
-        conveyor = _conveyors[parent] = Conveyor()
-    conveyor.reserve(parent, rounds)
-    return conveyor
+    scheduler = _schedulers.get(parent)
+    if scheduler is None or scheduler.is_broken():
+        scheduler = _schedulers[parent] = RoundScheduler()
+    scheduler.reserve(parent, rounds)
+    return scheduler
 
 
-class Conveyor:
+class RoundScheduler:
     """One thread, one group per round."""
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class Conveyor:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._worker = worker = _Worker(self._events, self._groups)
         # A daemon: it does nothing between steps, and must not keep a program alive.
-        thread = threading.Thread(target=worker.serve, name="paceline-conveyor", daemon=True)
+        thread = threading.Thread(target=worker.serve, name="paceline-rounds", daemon=True)
         thread.start()
         finalize_here(self, _end, self._events, thread)
 
@@ -131,9 +133,9 @@ class _Job:
 
 
 class _Worker:
-    """What the thread of a conveyor does.
+    """What the thread of a scheduler does.
 
-    It must not refer to the conveyor, whose end is its end.
+    It must not refer to the scheduler, whose end is its end.
     """
 
     def __init__(self, events: queue.SimpleQueue[Any], groups: list[dist.ProcessGroup]) -> None:
@@ -181,7 +183,7 @@ class _Worker:
 
 
 def _end(events: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
-    """End a conveyor's thread; also when the program ends, while callbacks can still run."""
+    """End a scheduler's thread; also when the program ends, while callbacks can still run."""
     events.put(None)
     if thread is not threading.current_thread():
         thread.join(CLOSE_PATIENCE_S)

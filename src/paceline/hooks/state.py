@@ -1,6 +1,6 @@
 """The base of stateful hooks: steps, what is remembered, checkpoints that resume bit for bit.
 
-Subclasses say what their rounds are; here is when they run. Knows buckets, conveyors and memory;
+Subclasses say what their rounds are; here is when they run. Knows buckets, schedulers and memory;
 must not know any codec.
 
 [Note: a resumed first step]
@@ -33,14 +33,14 @@ from paceline.hooks.interface import (
     raising,
     start_all_reduce,
 )
-from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterBook
-from paceline.hooks.round_scheduler import Conveyor, Rounds, conveyor_of
+from paceline.hooks.layout import BucketView, Memory, Numbers, ParameterNumbers
+from paceline.hooks.round_scheduler import Rounds, RoundScheduler, scheduler_of
 
 VERSION = 1
 
 
-class ConveyorState(abc.ABC):
-    """State of a hook whose buckets run on a conveyor.
+class HookState(abc.ABC):
+    """State of a hook whose buckets run on a scheduler.
 
     Args:
         process_group: What to reduce over; None is the default group.
@@ -60,8 +60,8 @@ class ConveyorState(abc.ABC):
         self.process_group = process_group
         self.step = 0
         self.memory = Memory()
-        self._book = ParameterBook()
-        self._conveyor: Conveyor | None = None
+        self._book = ParameterNumbers()
+        self._scheduler: RoundScheduler | None = None
         self._layouts: list[Numbers] = []  # of the latest step
         self._saved_layouts: list[Numbers] = []  # not yet seen again
         self._held: _HeldStep | None = None
@@ -70,7 +70,7 @@ class ConveyorState(abc.ABC):
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """Reduce one bucket: leave the mean in ``view.values`` and return them.
 
-        Runs on the conveyor's thread, up to each collective that it yields.
+        Runs on the scheduler's thread, up to each collective that it yields.
         """
 
     @property
@@ -112,13 +112,13 @@ class ConveyorState(abc.ABC):
 
     def submit(self, view: BucketView) -> TensorFuture:
         """Send a bucket on its way."""
-        if self._conveyor is None:
-            self._conveyor = conveyor_of(self.group, self.ROUNDS)
+        if self._scheduler is None:
+            self._scheduler = scheduler_of(self.group, self.ROUNDS)
         self._layouts[view.index :] = [view.numbers]
         what = f"{self.NAME} of bucket {view.index}"
         is_plain = self.step < self.first_step
         rounds = _plain_rounds(view, self.group) if is_plain else self.rounds(view, self.step)
-        return self._conveyor.submit(what, rounds)
+        return self._scheduler.submit(what, rounds)
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class ConveyorState(abc.ABC):
         assert not extra
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without group, conveyor and the model's parameters; numbers are found again."""
+        """Pickle without group, scheduler and the model's parameters; numbers are found again."""
         kept = {k: v for k, v in self.__dict__.items() if k not in _NOT_PICKLED}
         return {"settings": kept, "state": self.state_dict()}
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        ConveyorState.__init__(self)
+        HookState.__init__(self)
         self.__dict__.update(pickled["settings"])
         self._after_unpickling()
         # Not checked: the group is not pickled, so which rank this is will be known later.
@@ -191,7 +191,7 @@ _NOT_PICKLED = {
     "process_group",
     "memory",
     "_book",
-    "_conveyor",
+    "_scheduler",
     "_layouts",
     "_saved_layouts",
     "_held",

@@ -32,7 +32,7 @@ from paceline.hooks.interface import (
 )
 from paceline.hooks.layout import BucketView
 from paceline.hooks.round_scheduler import Rounds
-from paceline.hooks.state import ConveyorState
+from paceline.hooks.state import HookState
 
 RESIDUAL, VELOCITY = "residual", "velocity"
 
@@ -42,7 +42,7 @@ _CHUNK = 1 << 16
 _SLACK = 1.25  # how many times k a threshold is aimed at
 
 
-class TopKState(ConveyorState):
+class TopKState(HookState):
     """Settings and memory of :func:`topk_hook`.
 
     Args:
