@@ -161,9 +161,11 @@ class Attack:
         is_over = threading.Event()
 
         def fork() -> None:
-            while not is_over.wait(0.05):
+            while True:
                 assert do_in_fork(partial(scribble, self._ddp)) == 0
                 self.counts["beside"] += 1
+                if is_over.wait(0.01):
+                    return
 
         thread = threading.Thread(target=fork)
         thread.start()

@@ -180,7 +180,7 @@ def tear(ring: Any, chance: random.Random) -> None:
 
 
 def knock_wrongly(path: str, count: int) -> int:
-    """Say anything but the right words at the door; returns how often it opened all the same."""
+    """Say anything but the right words to the listener; returns how often it opened."""
     chance = random.Random(count)
     opened = 0
     for _ in range(count):
@@ -237,9 +237,9 @@ def test_every_way_in_over_ipc(tmp_path: Path) -> None:
             with RawClient(server.address) as hostile:
                 answers = send_over_zeromq(hostile.socket, OVER_ZEROMQ, 2)
             ring_answers = send_over_rings(server.address, OVER_RINGS - OVER_RINGS // 5, 3)
-            assert knock_wrongly(path + ".door", KNOCKS) == 0
+            assert knock_wrongly(path + ".listener", KNOCKS) == 0
             noise(path, random.Random(4))
-            noise(path + ".door", random.Random(5))
+            noise(path + ".listener", random.Random(5))
             after = resources(server.process.pid)
         checked_sums(client, honest.pushed)
         assert sum(answers.values()) == OVER_ZEROMQ

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,15 @@ def train(steps: int) -> tuple[list[Look], float]:
     return looks, float(sum(p.detach().double().sum() for p in plain.parameters()))
 
 
+def fewest(looks: Sequence[Look]) -> tuple[int, int, int]:
+    """The fewest of each kind: the last loader's thread, and its pipe, may still be there."""
+    return (
+        min(one.descriptors for one in looks),
+        min(one.threads for one in looks),
+        min(one.mappings for one in looks),
+    )
+
+
 @pytest.mark.timeout(600)
 def test_nothing_grows_in_20000_steps() -> None:
     found = run_ranks(2, train, STEPS, timeout_s=580.0)
@@ -108,4 +117,4 @@ def test_nothing_grows_in_20000_steps() -> None:
         assert grown_kib < HEAP_KIB, looks
         grown = max(one.objects for one in second) - max(one.objects for one in first)
         assert grown < OBJECTS, looks
-        assert len({(one.descriptors, one.threads, one.mappings) for one in settled}) == 1, looks
+        assert fewest(first) == fewest(second), looks

@@ -213,7 +213,7 @@ def test_the_door_is_private_and_takes_no_garbage(one: ps.LocalServers) -> None:
     assert path is not None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     silent = [greeting(address, b"") for _ in range(20)]
-    for words in (b"x", b"GET / HTTP/1.0\r\n\r\n", GREETING.pack(b"PLdoor0\0", bytes(16))):
+    for words in (b"x", b"GET / HTTP/1.0\r\n\r\n", GREETING.pack(b"PLring0\0", bytes(16))):
         with greeting(address, words) as connection:
             assert connection.recv(100) == b""
     with ps.connect(one) as servers:

@@ -23,7 +23,7 @@ GREETING = struct.Struct("<8s16s")
 OFFER = struct.Struct("<8sQ16s")
 """What it gets, with three descriptors (memory, server's event, own event): magic, capacity, and
 the incarnation of the server, as WELCOME tells it."""
-MAGIC = b"PLdoor1\0"
+MAGIC = b"PLring1\0"
 
 
 class Handed(NamedTuple):
