@@ -21,20 +21,20 @@ ARGS   ?=
 # What the native core is built from: when it changes, the package is installed anew.
 NATIVE := setup.py $(wildcard src/paceline/native/*.[ch] src/paceline/native/*/*.[ch])
 
-.PHONY: help demo test test-all lint types unit conformance bench docs clean iproute2 compiler
+.PHONY: help demo test test-all test-torch wheel lint types unit conformance bench soak docs clean iproute2 chromium launchers contenders compiler
 .DELETE_ON_ERROR:
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-demo ## train a small network on 2 ranks (ARGS="--ranks 4")
+demo: $(VENV)/.installed-demo ## torch's DDP beside Paceline's, and a rank that dies (ARGS="--ranks 4")
 	@$(BIN)/paceline demo $(ARGS)
 
-test: lint types iproute2 ## lint, types, and the tests that show that it works
+test: lint types iproute2 chromium ## lint, types, and the tests that show that it works
 	$(PYTEST) -m "not slow" $(ARGS)
 
 # In one process: much of it measures, and would measure the other worker.
-test-all: $(VENV)/.installed-dev iproute2 ## what `make test` leaves out: attacks, soaks, timing, large runs
+test-all: $(VENV)/.installed-frameworks iproute2 chromium launchers contenders ## what `make test` leaves out: attacks, soaks, timing, large runs
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
@@ -50,24 +50,63 @@ unit: $(VENV)/.installed-dev iproute2 ## some tests in one process: make unit AR
 conformance: $(VENV)/.installed-dev ## torch's own DDP tests, on our class
 	$(BIN)/python -m pytest tests/conformance $(ARGS)
 
-bench: $(VENV)/.installed-dev ## step time side by side with torch's DDP
-	@test -d benchmarks || { echo "there is no benchmarks/ yet"; exit 1; }
+bench: $(VENV)/.installed-dev ## paceline bench ddp, or ARGS="NAME ..." (benchmarks/README.md)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# Elastic jobs, 10 minutes in 6 pieces. A piece that failed says what repeats it.
+SECONDS ?= 600
+PIECES  ?= 6
+soak: $(VENV)/.installed-dev ## elastic jobs whose ranks are killed at random (SECONDS=600 PIECES=6 SEED=1)
+	$(BIN)/python -m tests.elastic.soak --seconds $(SECONDS) --pieces $(PIECES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 docs: $(VENV)/.installed-docs ## the docs as web pages, in build/docs; a warning fails
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
+
+wheel: $(VENV)/.installed-dev ## an sdist and a manylinux wheel in dist/, tried without a compiler
+	$(INSTALL) ".[wheel]"
+	rm -rf build/wheel && $(BIN)/python -m build --outdir build/wheel .
+	mkdir -p dist && cp build/wheel/*.tar.gz dist/
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair -w dist build/wheel/*.whl
+	$(BIN)/python -m pytest tests/packaging
+	@ls dist
+
+test-torch: $(VENV)/.installed-dev iproute2 ## the tests with another torch: make test-torch VERSION=2.15.0
+	@test -n "$(VERSION)" || { echo 'which torch? make test-torch VERSION=2.15.0'; exit 2; }
+	test -x build/torch-$(VERSION)/bin/python || $(PYTHON) -m venv build/torch-$(VERSION)
+	build/torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e ".[dev]"
+	build/torch-$(VERSION)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f src/paceline/native/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Tests on several hosts need ip and tc. Without them, or without root, they skip and say so.
+# $(call debian,program,packages,tests): install what tests need, as root on Debian; else they skip.
+debian = command -v $(1) >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
+  || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $(2); } \
+  || echo "$(2) could not be installed: $(3) will be skipped"
+
 iproute2:
-	@command -v tc >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
-	  || { apt-get -qq update && apt-get -qq install --no-install-recommends iproute2; } \
-	  || echo "iproute2 could not be installed: tests on several hosts will be skipped"
+	@$(call debian,tc,iproute2,tests on several hosts)
+
+chromium:
+	@$(call debian,chromium,chromium,tests of the page of paceline report)
+
+launchers:
+	@$(call debian,slurmctld,slurm-wlm munge,tests under Slurm)
+	@$(call debian,mpirun,openmpi-bin,tests under mpirun)
+
+# Who else all-reduces in `paceline bench allreduce`. DeepSpeed has a folder of its own: the frameworks
+# would find it, and change.
+contenders: build/deepspeed/.installed
+	@$(BIN)/python -c 'import mpi4py' 2>/dev/null || $(INSTALL) ".[mpi]" \
+	  || echo "MPI could not be installed: its benchmarks will not be tested"
+
+build/deepspeed/.installed: | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target build/deepspeed \
+	  deepspeed hjson ninja py-cpuinfo einops && touch $@ \
+	  || { rm -rf build/deepspeed; echo "DeepSpeed could not be installed: its test will be skipped"; }
 
 # The native core of the shared-memory group needs a C compiler and Python's headers. Without them
 # the package works over gloo, and its tests of shared memory skip and say so.
@@ -91,6 +130,11 @@ $(VENV)/.installed-demo: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/pytho
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
 	$(INSTALL) ".[dev]"
 	@touch $@ $(VENV)/.installed-demo $(VENV)/.installed-docs
+
+# Lightning, Accelerate, Transformers, Ray: 0.7 GB, half a minute where the network is good.
+$(VENV)/.installed-frameworks: $(VENV)/.installed-dev
+	$(INSTALL) ".[frameworks,wheel]" && touch $@ \
+	  || echo "the frameworks could not be installed: their tests will be skipped"
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
 	$(INSTALL) ".[docs,ps,testing]"

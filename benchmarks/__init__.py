@@ -1,1 +1,1 @@
-"""Measurements of Paceline beside torch's own DDP, each repeatable with one command (README.md)."""
+"""Measurements for work on Paceline itself; what users measure is `paceline bench`."""

@@ -1,6 +1,6 @@
 """Floors: wrappers that do one thing every wrapper does, and reduce nothing.
 
-For ``--also`` of the step benchmark, and for ``hot_path``.
+For ``--also`` of ``paceline bench ddp``, and for ``hot_path``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import malloc
-from benchmarks.variants import Variant
+from paceline.cli.bench.harness import malloc
+from paceline.cli.bench.harness.contenders import Contender
 
 
 class HooksOnly(nn.Module):
@@ -66,4 +66,4 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-HOOKS_ONLY = Variant("empty hooks", "benchmarks.floor:HooksOnly")
+HOOKS_ONLY = Contender("empty hooks", "benchmarks.floor:HooksOnly")

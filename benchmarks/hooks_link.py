@@ -20,9 +20,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks import command, malloc, workloads
 from paceline import DistributedDataParallel as DDP
 from paceline import hooks
+from paceline.cli.bench.harness import malloc, report, workloads
+from paceline.cli.bench.harness.interleave import take_turns
+from paceline.cli.bench.harness.models import MODELS
+from paceline.cli.bench.harness.options import add_outputs, describe, one_of, positive
+from paceline.cli.bench.harness.progress import RoundBar
 from paceline.testing.hosts import (
     hosts_unavailable_reason,
     run_on_hosts,
@@ -90,19 +94,16 @@ def run_rank(
 ) -> dict[str, Samples]:
     """Measure all variants at all rates. Called on every rank."""
     malloc.keep_memory()
-    models = {name: VARIANTS[name](workloads.build(workload)) for name in names}
-    batch = workloads.batch(workload, seed=dist.get_rank())
+    models = {name: VARIANTS[name](workloads.make(workload).module) for name in names}
+    batch = workloads.batch(workloads.make(workload), seed=dist.get_rank())
     for model in models.values():
         for _ in range(WARM_UP):
             _step(model, batch)
     results = {}
     for rate in rates:
         shape_link(rate)
-        samples: Samples = {name: [] for name in names}
-        for _ in range(rounds):
-            for name, model in models.items():
-                samples[name].append(_measured_step(model, batch))
-        results[rate] = samples
+        bar = RoundBar(f"{workload} over {rate}", rounds, is_shown=dist.get_rank() == 0)
+        results[rate] = take_turns(names, bar, lambda name: _measured_step(models[name], batch))
     return results
 
 
@@ -145,29 +146,27 @@ def speedups(samples: Samples, name: str, over: str) -> list[float]:
     return [theirs[0] / mine[0] for theirs, mine in pairs]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    parser = command.parser(
-        "hooks_link", __doc__ or "", "python -m benchmarks hooks_link --rates 1gbit --rounds 9"
-    )
-    parser.add_argument("--model", choices=sorted(workloads.WORKLOADS), default="mlp")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks hooks_link --rates 1gbit --rounds 9")
+    add_outputs(parser, plot=False)
+    parser.add_argument("--model", choices=sorted(MODELS), default="mlp")
     parser.add_argument("--rates", type=lambda t: t.split(","), default=["1gbit", "100mbit"])
-    parser.add_argument("--rounds", type=command.positive, default=3)
-    parser.add_argument("--hooks", type=command.one_of(list(VARIANTS)), default=list(VARIANTS))
-    args = parser.parse_args(words)
-    return command.guarded(lambda: _run(args))
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--hooks", type=one_of(list(VARIANTS)), default=list(VARIANTS))
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
     reason = hosts_unavailable_reason()
     if reason is not None:
         print(reason, file=sys.stderr)
         return 2
     results = measure(args.model, args.hooks, args.rates, args.rounds, args.timeout)
-    console = command.console()
+    console = report.console()
     for rate, samples in results.items():
         console.print(_table(args.model, rate, samples))
-    command.write_json(args.json, {"model": args.model, "results": results})
+    report.write_json(args.json, {"model": args.model, "results": results})
     return 0
 
 
@@ -186,7 +185,3 @@ def _table(model: str, rate: str, samples: Samples) -> Table:
             f"{statistics.median(sent for _, sent in rounds) / 1e6:.2f}",
         )
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

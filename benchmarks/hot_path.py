@@ -1,39 +1,41 @@
 """Microseconds per gradient: what a wrapper adds to 300 x Linear(32), over its 600 parameters.
 
-``python -m benchmarks.hot_path --help``. On one rank nothing travels, so what is left is
+``python -m benchmarks hot_path --help``. On one rank nothing travels, so what is left is
 bookkeeping; on two, communication comes on top. ``--profile`` shows where Paceline's part goes.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+import torch.distributed as dist
 from rich.table import Table
 
-from benchmarks import command, profiling
+from benchmarks import profiling
 from benchmarks.floor import HOOKS_ONLY
-from benchmarks.interleave import (
+from paceline.cli.bench.harness import malloc, report, workloads
+from paceline.cli.bench.harness.contenders import LOCAL, WRAPPERS, Contender, parse_contender
+from paceline.cli.bench.harness.estimates import Estimate, estimate
+from paceline.cli.bench.harness.interleave import (
     Cost,
     Samples,
-    Schedule,
     Step,
     mean_over_ranks,
-    run_rank,
+    take_turns,
     time_backward,
     time_forward,
 )
-from benchmarks.progress import RoundBar
-from benchmarks.ratios import Estimate, bootstrap_interval
-from benchmarks.variants import LOCAL, STANDARD, Variant, parse_variant
+from paceline.cli.bench.harness.options import add_outputs, describe, integers, positive
+from paceline.cli.bench.harness.progress import RoundBar
 from paceline.testing import run_ranks
 
 WORKLOAD = "small"
 PARAMETERS = 600
+WARM_UP = 4
 PARTS: dict[str, Step] = {"forward": time_forward, "backward": time_backward}
 
 
@@ -45,13 +47,13 @@ class Result:
     parts: dict[str, Samples]
 
     def added_us(self, part: str, label: str, clock: str) -> Estimate:
-        """Microseconds that a variant adds per parameter, by the median of rounds."""
+        """Microseconds that a contender adds per parameter, by the median of rounds."""
         rounds = zip(self.parts[part][label], self.parts[part][LOCAL], strict=True)
         added = [
             (_median_ms(mine, clock) - _median_ms(plain, clock)) * 1e3 / PARAMETERS
             for mine, plain in rounds
         ]
-        return Estimate(median(added), *bootstrap_interval(added))
+        return estimate(added)
 
     def to_json(self) -> dict[str, Any]:
         """All estimates."""
@@ -74,69 +76,79 @@ def _median_ms(block: Sequence[Cost], clock: str) -> float:
     return median(cost.cpu_ms if clock == "cpu_ms" else cost.wall_ms for cost in block)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print."""
-    args = _parser().parse_args(argv)
-    return command.guarded(lambda: _run(args))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "hot_path",
-        "What a wrapper adds per parameter to forward and backward of 300 x Linear(32).",
-        "python -m benchmarks.hot_path --ranks 1 --profile",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks hot_path --ranks 1 --profile")
+    add_outputs(parser, plot=False)
     parser.add_argument(
-        "--ranks", type=command.integers, default=[1, 2], metavar="N,M", help="default: 1,2"
+        "--ranks", type=integers, default=[1, 2], metavar="N,M", help="default: 1,2"
     )
-    parser.add_argument("--rounds", type=command.positive, default=20, help="default: 20")
+    parser.add_argument("--rounds", type=positive, default=20, help="default: 20")
     parser.add_argument(
-        "--steps", type=command.positive, default=8, help="of a variant in a round (default: 8)"
+        "--steps", type=positive, default=8, help="of a variant in a round (default: 8)"
     )
     parser.add_argument(
         "--profile", action="store_true", help="also run paceline under cProfile, on one rank"
     )
     parser.add_argument(
         "--also",
-        type=parse_variant,
+        type=parse_contender,
         action="append",
         default=[],
         metavar="LABEL=MODULE:CLASS",
         help="a further wrapper to run beside the others; may be repeated",
     )
-    return parser
 
 
-def _run(args: argparse.Namespace) -> int:
-    console = command.console()
-    variants = (*STANDARD, HOOKS_ONLY, *args.also)
-    results = [_measure(args, ranks, variants) for ranks in args.ranks]
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
+    console = report.console()
+    contenders = (*WRAPPERS, HOOKS_ONLY, *args.also)
+    results = [_measure(args, ranks, contenders) for ranks in args.ranks]
     for result in results:
         console.print(_table(result))
     profiles = []
     if args.profile:
-        for variant in (STANDARD[-1], *args.also):
-            (lines,) = run_ranks(1, profiling.profile_steps, variant, timeout_s=args.timeout)
-            console.print(profiling.table(lines, variant.label))
-            profiles.append({"variant": variant.label, "lines": [asdict(line) for line in lines]})
+        for contender in (WRAPPERS[-1], *args.also):
+            (lines,) = run_ranks(1, profiling.profile_steps, contender, timeout_s=args.timeout)
+            console.print(profiling.table(lines, contender.label))
+            profiles.append({"variant": contender.label, "lines": [asdict(line) for line in lines]})
     measured = [result.to_json() for result in results]
-    command.write_json(args.json, {"results": measured, "profiles": profiles})
+    report.write_json(args.json, {"results": measured, "profiles": profiles})
     return 0
 
 
-def _measure(args: argparse.Namespace, ranks: int, variants: tuple[Variant, ...]) -> Result:
-    schedule = Schedule(WORKLOAD, variants, args.rounds, args.steps, are_all_reduced=False)
+def _measure(args: argparse.Namespace, ranks: int, contenders: tuple[Contender, ...]) -> Result:
     parts = {}
     for part, step in PARTS.items():
         bar = RoundBar(f"{part}, {ranks} rank{'s'[: ranks > 1]}", args.rounds)
-        per_rank = run_ranks(ranks, run_rank, schedule, bar, step, timeout_s=args.timeout)
+        per_rank = run_ranks(
+            ranks, run_rank, contenders, step, args.steps, bar, timeout_s=args.timeout
+        )
         parts[part] = mean_over_ranks(per_rank)
     return Result(ranks, parts)
 
 
+def run_rank(contenders: tuple[Contender, ...], step: Step, steps: int, bar: RoundBar) -> Samples:
+    """Run all contenders in this process, in turn; called on every rank."""
+    malloc.keep_memory()
+    models = {each.label: each.wrap(workloads.make(WORKLOAD).module) for each in contenders}
+    batch = workloads.batch(workloads.make(WORKLOAD), seed=dist.get_rank())
+    for model in models.values():
+        for _ in range(WARM_UP):
+            step(model, batch)
+
+    def turn(label: str) -> list[Cost]:
+        dist.barrier()  # ranks leave the previous contender at different times
+        return [step(models[label], batch) for _ in range(steps)]
+
+    bar.is_shown = dist.get_rank() == 0
+    return take_turns(list(models), bar, turn)
+
+
 def _table(result: Result) -> Table:
     table = Table(title=f"microseconds added per parameter, {result.ranks} rank(s)")
-    table.add_column("variant", no_wrap=True)
+    table.add_column("contender", no_wrap=True)
     for part in result.parts:
         table.add_column(f"{part}, CPU", justify="right")
         table.add_column(f"{part}, wall", justify="right")
@@ -153,7 +165,3 @@ def _cells(result: Result, label: str) -> list[str]:
             added = result.added_us(part, label, clock)
             cells.append(f"{added.value:.2f} ({added.low:.2f} to {added.high:.2f})")
     return cells
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,21 +1,20 @@
 """Peak memory above the weights, in gradient sets: a plain module needs one, torch's default two.
 
-``python -m benchmarks.memory --help``. Every variant runs in fresh processes, because memory that
+``python -m benchmarks memory --help``. Every contender runs in fresh processes, because memory that
 one has freed would hide what the next one takes. What the ranks do is in :mod:`benchmarks.rss`.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.table import Table
 
-from benchmarks import command
 from benchmarks.rss import GRADIENT_BYTES, Peaks, measure_peaks
-from benchmarks.variants import PACELINE, STANDARD, Variant, parse_variant
+from paceline.cli.bench.harness import report
+from paceline.cli.bench.harness.contenders import PACELINE, WRAPPERS, Contender, parse_contender
+from paceline.cli.bench.harness.options import add_outputs, describe, positive
 from paceline.testing import run_ranks
 
 MIB = 1024 * 1024
@@ -23,20 +22,11 @@ LIMIT = 1.5
 """Gradient sets that Paceline may take at its peak: one, and room for what is in transit."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print; 1 with --check if Paceline takes more than one gradient set."""
-    args = _parser().parse_args(argv)
-    return command.guarded(lambda: _run(args))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "memory",
-        f"Peak memory above the weights of a module with {GRADIENT_BYTES / 1e6:.0f} MB of "
-        "gradients in 50 parameters.",
-        "python -m benchmarks.memory --ranks 2 --check",
-    )
-    parser.add_argument("--ranks", type=command.positive, default=2, help="default: 2")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks memory --ranks 2 --check")
+    add_outputs(parser, plot=False)
+    parser.add_argument("--ranks", type=positive, default=2, help="default: 2")
     parser.add_argument(
         "--keep-gradients",
         action="store_true",
@@ -44,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--also",
-        type=parse_variant,
+        type=parse_contender,
         action="append",
         default=[],
         metavar="LABEL=MODULE:CLASS",
@@ -53,22 +43,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="store_true", help=f"exit with 1 if paceline's peak is above {LIMIT} sets"
     )
-    return parser
 
 
-def _run(args: argparse.Namespace) -> int:
-    variants = (*STANDARD, *args.also)
-    results = {variant.label: _measure(args, variant) for variant in variants}
-    command.console().print(_table(results))
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
+    contenders = (*WRAPPERS, *args.also)
+    results = {each.label: _measure(args, each) for each in contenders}
+    report.console().print(_table(results))
     measured = {label: asdict(peaks) for label, peaks in results.items()}
-    command.write_json(args.json, {"gradient_bytes": GRADIENT_BYTES, "results": measured})
+    report.write_json(args.json, {"gradient_bytes": GRADIENT_BYTES, "results": measured})
     is_missed = _sets(results[PACELINE].highest) > LIMIT
     return 1 if args.check and is_missed else 0
 
 
-def _measure(args: argparse.Namespace, variant: Variant) -> Peaks:
+def _measure(args: argparse.Namespace, contender: Contender) -> Peaks:
     per_rank = run_ranks(
-        args.ranks, measure_peaks, variant, not args.keep_gradients, timeout_s=args.timeout
+        args.ranks, measure_peaks, contender, not args.keep_gradients, timeout_s=args.timeout
     )
     return max(per_rank, key=lambda peaks: peaks.highest)
 
@@ -80,7 +70,7 @@ def _sets(nbytes: int) -> float:
 def _table(results: dict[str, Peaks]) -> Table:
     size = f"{GRADIENT_BYTES / MIB:.0f} MiB"
     table = Table(title=f"memory above the weights; 1 set = all gradients = {size}; the worst rank")
-    table.add_column("variant")
+    table.add_column("contender")
     headings = ("constructed", "peak, step 1", "step 2", "steps 3 to 5", "held after a step")
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -88,7 +78,3 @@ def _table(results: dict[str, Peaks]) -> Table:
         values = (peaks.constructed, peaks.first, peaks.second, peaks.later, peaks.held)
         table.add_row(label, *(f"{_sets(value):.2f} sets" for value in values))
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
 
-from benchmarks import command, malloc, workloads
 from paceline import hooks
+from paceline.cli.bench.harness import malloc, report, workloads
+from paceline.cli.bench.harness.models import MODELS
+from paceline.cli.bench.harness.options import add_outputs, describe, integers, one_of, positive
 from paceline.hooks.cost import SampleBucket
 from paceline.testing import run_ranks
 
@@ -25,7 +25,7 @@ from paceline.testing import run_ranks
 def run_rank(workload: str, rank: int, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each round, by whose hook it is."""
     malloc.keep_memory()
-    parameters = [p.detach() for p in workloads.build(workload).parameters()]
+    parameters = [p.detach() for p in workloads.make(workload).module.parameters()]
     options: dict[str, Any] = {"matrix_approximation_rank": rank, "start_powerSGD_iter": 2}
     pairs: dict[str, tuple[Any, Any]] = {
         "paceline": (hooks.PowerSGDState(None, **options), hooks.powerSGD_hook),
@@ -47,18 +47,17 @@ def ratios(found: dict[str, list[float]]) -> list[float]:
     return [a / b for a, b in zip(found["paceline"], found["torch"], strict=True)]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    example = "python -m benchmarks powersgd_compress --ranks 1,2,4"
-    parser = command.parser("powersgd_compress", __doc__ or "", example)
-    parser.add_argument("--models", type=command.one_of(list(workloads.WORKLOADS)), default=["mlp"])
-    parser.add_argument("--ranks", type=command.integers, default=[1, 2, 4], help="of the matrices")
-    parser.add_argument("--rounds", type=command.positive, default=15)
-    args = parser.parse_args(words)
-    return command.guarded(lambda: _run(args))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks powersgd_compress --ranks 1,2,4")
+    add_outputs(parser, plot=False)
+    parser.add_argument("--models", type=one_of(list(MODELS)), default=["mlp"])
+    parser.add_argument("--ranks", type=integers, default=[1, 2, 4], help="of the matrices")
+    parser.add_argument("--rounds", type=positive, default=15)
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
     table = Table(title="PowerSGD's compression, one rank; ratio: median of rounds")
     for heading in ("model", "rank", "paceline ms", "torch ms", "ratio"):
         table.add_column(heading, justify="right")
@@ -71,10 +70,6 @@ def _run(args: argparse.Namespace) -> int:
             results.append({"model": workload, "rank": rank, "ms": found, "ratio": ratio})
             times = [f"{medians[name]:.1f}" for name in ("paceline", "torch")]
             table.add_row(workload, str(rank), *times, f"{ratio:.2f}")
-    command.console().print(table)
-    command.write_json(args.json, {"results": results})
+    report.console().print(table)
+    report.write_json(args.json, {"results": results})
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,9 +14,9 @@ from pathlib import PurePath
 
 from rich.table import Table
 
-from benchmarks import workloads
-from benchmarks.interleave import time_step
-from benchmarks.variants import Variant
+from paceline.cli.bench.harness import workloads
+from paceline.cli.bench.harness.contenders import Contender
+from paceline.cli.bench.harness.interleave import time_step
 
 WORKLOAD = "small"
 PARAMETERS = 600
@@ -35,10 +35,11 @@ class Line:
     total_us: float
 
 
-def profile_steps(variant: Variant) -> list[Line]:
-    """Profile a variant; called on a rank. Returns the dearest functions first."""
-    model = variant.wrap(workloads.build(WORKLOAD))
-    batch = workloads.batch(WORKLOAD, seed=0)
+def profile_steps(contender: Contender) -> list[Line]:
+    """Profile a contender; called on a rank. Returns the dearest functions first."""
+    workload = workloads.make(WORKLOAD)
+    model = contender.wrap(workload.module)
+    batch = workloads.batch(workload, seed=0)
     for _ in range(WARM_UP_STEPS):
         time_step(model, batch)
     profile = cProfile.Profile()

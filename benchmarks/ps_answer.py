@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +18,8 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks import command
+from paceline.cli.bench.harness import report
+from paceline.cli.bench.harness.options import add_outputs, describe, positive
 
 OPTIMIZERS = ["SGD", "Adagrad", "RowwiseAdagrad", "Adam"]
 CLIENT = b"benchmark client"
@@ -70,7 +69,7 @@ class Way:
             self._store = part("ps.state.store").Store(1 << 36, 1 << 30)
         finally:
             extension.native = native
-        place = part("ps.server.save_root").SavePlace(None)
+        place = part("ps.server.save_root").SaveRoot(None)
         self._handler = part("ps.server.dispatch").Handler(self._store, None, place)
         optimizer = getattr(part("ps.protocol.optimizers"), args.optimizer)(0.1)
         whole = spec.Shard(spec.Sharding.TABLE, 0, 1)
@@ -114,15 +113,10 @@ class Way:
         return took_ns / 1e3
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print."""
-    args = _parser().parse_args(argv)
-    return command.guarded(lambda: _run(args))
-
-
-def _parser() -> argparse.ArgumentParser:
-    example = "python -m benchmarks.ps_answer --shapes 4x33 --optimizer Adam"
-    parser = command.parser("ps_answer", (__doc__ or "").split("\n\n")[0], example)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks ps_answer --shapes 4x33 --optimizer Adam")
+    add_outputs(parser, plot=False)
     parser.add_argument(
         "--shapes",
         type=_shapes,
@@ -130,13 +124,13 @@ def _parser() -> argparse.ArgumentParser:
         help="sections x ids of each; default: 4x33,1x33,1x80000",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="SGD", help="default: SGD")
-    parser.add_argument("--rows", type=command.positive, default=300, help="at least; default: 300")
-    parser.add_argument("--dim", type=command.positive, default=64, help="default: 64")
-    parser.add_argument("--rounds", type=command.positive, default=15, help="default: 15")
-    parser.add_argument("--messages", type=command.positive, default=40, help="a round; 40")
+    parser.add_argument("--rows", type=positive, default=300, help="at least; default: 300")
+    parser.add_argument("--dim", type=positive, default=64, help="default: 64")
+    parser.add_argument("--rounds", type=positive, default=15, help="default: 15")
+    parser.add_argument("--messages", type=positive, default=40, help="a round; 40")
     parser.add_argument(
         "--touch-mib",
-        type=command.positive,
+        type=positive,
         default=8,
         metavar="MIB",
         help="touched before each message; default: 8, more than the second-level cache has",
@@ -144,20 +138,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--also", metavar="PACKAGE", help="a copy of paceline under another name, beside it"
     )
-    return parser
 
 
 def _shapes(text: str) -> list[Shape]:
     try:
         pairs = [part.split("x") for part in text.split(",")]
-        return [Shape(command.positive(a), command.positive(b)) for a, b in pairs]
+        return [Shape(positive(a), positive(b)) for a, b in pairs]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r}: expected something like 4x33,1x80000"
         ) from None
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
     torch.set_num_threads(1)
     ways = {"python": ("paceline", False), "native": ("paceline", True)}
     if args.also:
@@ -175,8 +169,8 @@ def _run(args: argparse.Namespace) -> int:
             )
             times = [f"{statistics.median(us[name]):.1f}" for name in ways]
             table.add_row(f"{kind} {shape}", *times, f"{ratio:.2f}")
-    command.console().print(table)
-    command.write_json(args.json, {"results": {name: vars(each) for name, each in found.items()}})
+    report.console().print(table)
+    report.write_json(args.json, {"results": {name: vars(each) for name, each in found.items()}})
     return 0
 
 
@@ -196,7 +190,3 @@ def _measure(args: argparse.Namespace, shape: Shape, ways: dict[str, Way]) -> An
                 answers.lookup_us[name].append(statistics.median(lookup_us))
                 answers.push_us[name].append(statistics.median(push_us))
     return answers
-
-
-if __name__ == "__main__":
-    sys.exit(main())

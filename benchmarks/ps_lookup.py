@@ -1,6 +1,6 @@
 """Lookups and pushes through parameter servers: cost follows the distinct ids, not the table.
 
-``python -m benchmarks.ps_lookup --help``. Tables of several sizes live on the same servers and take
+``python -m benchmarks ps_lookup --help``. Tables of several sizes live on the same servers and take
 turns, with batches that have the same number of distinct ids; one more column has ids drawn from
 the whole table. Ratios are taken round by round.
 """
@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import command
 from paceline import ps
+from paceline.cli.bench.harness import report
+from paceline.cli.bench.harness.options import add_outputs, describe, integers, positive
+from paceline.cli.bench.harness.progress import RoundBar
 
 MIB = 1 << 20
 
@@ -47,34 +45,26 @@ class Result:
     server_bytes: int = 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print."""
-    args = _parser().parse_args(argv)
-    return command.guarded(lambda: _run(args))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "ps_lookup",
-        "Lookups and pushes of one trainer, for tables of several sizes.",
-        "python -m benchmarks.ps_lookup --rows 10000,1000000 --rounds 5",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks ps_lookup --rows 10000,1000000 --rounds 5")
+    add_outputs(parser, plot=False)
     parser.add_argument(
         "--rows",
-        type=command.integers,
+        type=integers,
         default=[10_000, 100_000, 1_000_000, 10_000_000],
         help="default: 10000,100000,1000000,10000000",
     )
-    parser.add_argument("--unique", type=command.positive, default=10_000, help="default: 10000")
-    parser.add_argument("--dim", type=command.positive, default=64, help="default: 64")
-    parser.add_argument("--bags", type=command.positive, default=4096, help="default: 4096")
-    parser.add_argument("--ids", type=command.positive, default=20, help="of a bag; default: 20")
-    parser.add_argument("--servers", type=command.positive, default=2, help="default: 2")
-    parser.add_argument("--rounds", type=command.positive, default=10, help="default: 10")
-    return parser
+    parser.add_argument("--unique", type=positive, default=10_000, help="default: 10000")
+    parser.add_argument("--dim", type=positive, default=64, help="default: 64")
+    parser.add_argument("--bags", type=positive, default=4096, help="default: 4096")
+    parser.add_argument("--ids", type=positive, default=20, help="of a bag; default: 20")
+    parser.add_argument("--servers", type=positive, default=2, help="default: 2")
+    parser.add_argument("--rounds", type=positive, default=10, help="default: 10")
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
     torch.set_num_threads(1)
     with (
         ps.local(args.servers, start_method="forkserver") as local,
@@ -94,9 +84,9 @@ def _run(args: argparse.Namespace) -> int:
             if table["name"] == f"table{at}"
         )
     rss_bytes = [each["rss_bytes"] for each in stats]
-    command.console().print(_table(args, results, rss_bytes))
+    report.console().print(_table(args, results, rss_bytes))
     found = {"results": [asdict(each) for each in results], "server_rss_bytes": rss_bytes}
-    command.write_json(args.json, {**found, "trainer_rss_bytes": _own_rss_bytes()})
+    report.write_json(args.json, {**found, "trainer_rss_bytes": _own_rss_bytes()})
     return 0
 
 
@@ -118,12 +108,11 @@ def _measure(
         Result(module.num_embeddings, len(batch.unique()))
         for module, batch in zip(modules, batches, strict=True)
     ]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("rounds", total=args.rounds + 1)
+    with RoundBar("rounds", args.rounds + 1) as bar:
         for number in range(args.rounds + 1):
             for module, batch, result in zip(modules, batches, results, strict=True):
                 _step(servers, module, batch, result, is_counted=number > 0)
-            progress.advance(task)
+            bar.advance()
     return results
 
 
@@ -184,7 +173,3 @@ def _table(args: argparse.Namespace, results: list[Result], rss_bytes: list[int]
             f"{result.server_bytes / 1e6:.1f}",
         )
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """The trainer's own share of a step with parameter servers, without servers.
 
-``python -m benchmarks.ps_trainer --help``. A channel that answers at once from memory stands for
+``python -m benchmarks ps_trainer --help``. A channel that answers at once from memory stands for
 each server, so what is left is what a trainer computes: reading inputs, planning, messages and
 their ledger, pooling, gradients. CPU time of the thread, by phase; medians of many steps. What
 torch's engine needs for the same graph with an empty backward is taken off, and shown.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,12 +18,14 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks import command
 from paceline import ps
+from paceline.cli.bench.harness import report
+from paceline.cli.bench.harness.options import add_outputs, describe, positive
 from paceline.native.extension import native
 from paceline.ps.client.channel import Channel
 from paceline.ps.client.connection import Servers
 from paceline.ps.client.ledger import Ledger, OpenRequest
+from paceline.ps.client.server_name import ServerName
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, pack_head, unpack
 
 PHASES = ("forward", "prefetch", "backward", "step", "torch's part of backward")
@@ -35,8 +36,7 @@ class MemoryChannel:
     """Answers from memory: a lookup with zeros, a push with DONE."""
 
     def __init__(self, index: int, row_bytes: int) -> None:
-        self.index = index
-        self.address = f"memory {index}"
+        self.server = ServerName(index, f"memory {index}")
         self.names: dict[int, str] = {}
         self._zeros = memoryview(bytearray(64 << 20))
         self._row_bytes = row_bytes
@@ -95,25 +95,17 @@ class MemoryServers(Servers):
         """Nothing is on its way."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, measure, print."""
-    args = _parser().parse_args(argv)
-    return command.guarded(lambda: _run(args))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command.parser(
-        "ps_trainer",
-        "CPU time of a trainer's own side of a step with parameter servers.",
-        "python -m benchmarks.ps_trainer --ids 35 --sharding hash --own-ids",
-    )
-    parser.add_argument("--tables", type=command.positive, default=8, help="default: 8")
-    parser.add_argument("--rows", type=command.positive, default=300, help="default: 300")
-    parser.add_argument("--dim", type=command.positive, default=64, help="default: 64")
-    parser.add_argument("--ids", type=command.positive, default=35, help="default: 35")
-    parser.add_argument("--bag", type=command.positive, default=5, help="ids of a bag; default: 5")
-    parser.add_argument("--servers", type=command.positive, default=2, help="default: 2")
-    parser.add_argument("--steps", type=command.positive, default=1000, help="default: 1000")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks ps_trainer --ids 35 --sharding hash --own-ids")
+    add_outputs(parser, plot=False)
+    parser.add_argument("--tables", type=positive, default=8, help="default: 8")
+    parser.add_argument("--rows", type=positive, default=300, help="default: 300")
+    parser.add_argument("--dim", type=positive, default=64, help="default: 64")
+    parser.add_argument("--ids", type=positive, default=35, help="default: 35")
+    parser.add_argument("--bag", type=positive, default=5, help="ids of a bag; default: 5")
+    parser.add_argument("--servers", type=positive, default=2, help="default: 2")
+    parser.add_argument("--steps", type=positive, default=1000, help="default: 1000")
     parser.add_argument("--sharding", choices=("table", "hash", "range"), default="table")
     parser.add_argument("--mode", choices=("sum", "mean", "max"), default="sum")
     parser.add_argument(
@@ -122,10 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cold", type=int, default=0, metavar="MB", help="read so much memory between the phases"
     )
-    return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Measure and show."""
     torch.set_num_threads(1)
     times = _measure(args)
     table = Table(title="CPU of a trainer's step, without servers, in microseconds")
@@ -135,9 +127,9 @@ def _run(args: argparse.Namespace) -> int:
         ordered = sorted(each * 1e6 for each in times[phase])
         low, high = ordered[len(ordered) // 10], ordered[-len(ordered) // 10]
         table.add_row(phase, *(f"{each:.0f}" for each in (statistics.median(ordered), low, high)))
-    command.console().print(table)
-    command.console().print(f"native core: {'no' if native is None else 'yes'}; pid {os.getpid()}")
-    command.write_json(args.json, {"times_s": times, "is_native": native is not None})
+    report.console().print(table)
+    report.console().print(f"native core: {'no' if native is None else 'yes'}; pid {os.getpid()}")
+    report.write_json(args.json, {"times_s": times, "is_native": native is not None})
     return 0
 
 
@@ -225,7 +217,3 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return (None,) * len(ctx.needs_input_grad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

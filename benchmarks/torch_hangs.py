@@ -1,6 +1,6 @@
 """What the other ranks see when one of three goes wrong, under torch's DDP and under Paceline's.
 
-``python -m benchmarks.torch_hangs --timeout-s 20``. Each fault happens to rank 1 in step 2, on
+``python -m benchmarks torch_hangs --timeout-s 20``. Each fault happens to rank 1 in step 2, on
 gloo. Printed is what every rank raised, and how long after the fault. The result is quoted in
 ``docs/when-a-rank-fails.md``.
 """
@@ -15,7 +15,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import command
+from paceline.cli.bench.harness import report
+from paceline.cli.bench.harness.options import describe, one_of
+from paceline.errors import ConfigurationError
 from paceline.testing.hosts import LINK, hosts_unavailable_reason, run_on_hosts, test_hosts
 from paceline.testing.namespaces import run_here
 
@@ -172,44 +174,37 @@ def observed(wrapper: str, fault: str, timeout_s: float) -> list[dict[str, Any]]
     return rows
 
 
-def arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.torch_hangs",
-        description=__doc__,
-        epilog="\n".join(f"  {name:10} {text}" for name, text in FAULTS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks torch_hangs --faults killed --timeout-s 20")
+    faults = ", ".join(f"{name}: {text}" for name, text in FAULTS.items())
     local = [name for name in FAULTS if name != "link"]
-    parser.add_argument("--faults", type=command.one_of(list(FAULTS)), default=local)
     parser.add_argument(
-        "--wrappers", type=command.one_of(["torch", "paceline"]), default=["torch", "paceline"]
+        "--faults",
+        type=one_of(list(FAULTS)),
+        default=local,
+        metavar="A,B",
+        help=f"{faults} (default: all but link)",
+    )
+    parser.add_argument(
+        "--wrappers", type=one_of(["torch", "paceline"]), default=["torch", "paceline"]
     )
     parser.add_argument("--timeout-s", type=float, default=20.0, help="of the group (torch: 1800)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to FILE")
-    return parser.parse_args(words)
 
 
-def main(words: Sequence[str]) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the cases and print what each rank raised."""
-    chosen = arguments(words)
-    if "link" in chosen.faults and (reason := hosts_unavailable_reason()):
-        print(f"--faults link: {reason}")
-        return 2
-    print(f"gloo, {WORLD} ranks, the group's time-out is {chosen.timeout_s:g} s\n")
+    if "link" in args.faults and (reason := hosts_unavailable_reason()):
+        raise ConfigurationError(f"--faults link: {reason}")
+    print(f"gloo, {WORLD} ranks, the group's time-out is {args.timeout_s:g} s\n")
     results: dict[str, Any] = {}
-    for fault in chosen.faults:
+    for fault in args.faults:
         print(f"{fault}: {FAULTS[fault]}")
-        for wrapper in chosen.wrappers:
-            rows = results[f"{fault}/{wrapper}"] = observed(wrapper, fault, chosen.timeout_s)
+        for wrapper in args.wrappers:
+            rows = results[f"{fault}/{wrapper}"] = observed(wrapper, fault, args.timeout_s)
             for row in rows:
                 after = "      " if row["after_s"] is None else f"{row['after_s']:5.1f}s"
                 print(f"  {wrapper:9} rank {row['rank']} {after}  {row['outcome'][:300]}")
-    command.write_json(chosen.json, results)
+    report.write_json(args.json, results)
     return 0
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.exit(main(sys.argv[1:]))

@@ -16,11 +16,13 @@ extensions = [
 html_theme = "furo"
 html_title = "Paceline"
 html_static_path = ["_static"]
-html_css_files = ["drawings.css"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+# Attributes are no link targets: `bytes` in a signature is Python's, no attribute of ours.
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_inherit_docstrings = False

@@ -13,7 +13,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
+
+from paceline.launch.child import Child
+from paceline.launch.exits import leave
+from paceline.launch.fork_server import shared_fork_server
 
 DEADLINE_S = 60.0
 """Only ends a child that hangs."""
@@ -31,6 +36,39 @@ def wait_for(pid: int, deadline_s: float = DEADLINE_S) -> int:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@contextlib.contextmanager
+def child_process(target: Callable[..., None], *args: Any) -> Iterator[Child]:
+    """Call ``target(pipe, *args)`` in a child of the warm fork server; killed on the way out."""
+    child = shared_fork_server().fork()
+    try:
+        child.run(_run_and_leave, target, args)
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        child.close()
+
+
+@contextlib.contextmanager
+def server_process(target: Callable[..., None], *args: Any) -> Iterator[tuple[str, Child]]:
+    """The same for a server, which sends its address; it must end well when it is told to."""
+    with child_process(target, *args) as child:
+        assert child.pipe.poll(DEADLINE_S), "the server did not start"
+        yield child.pipe.recv(), child
+        assert child.is_running(), "the server died"
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(DEADLINE_S) == 0
+
+
+def _run_and_leave(pipe: Connection, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    try:
+        target(pipe, *args)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
 
 
 def begin_in_fork(deed: Deed, fork: Callable[[], int] = os.fork) -> int:

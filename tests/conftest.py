@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from paceline.launch import fork_server
 from paceline.testing.ranks import warm_up
 
 # What is slow to disappear gets this long before it counts as left behind.
@@ -32,7 +33,12 @@ MANY = 20
 # What does not disappear by itself.
 LASTING = {"environ"}
 # Set by libraries when they are first imported, or by pytest for each test.
-IGNORED_VARIABLES = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+IGNORED_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 
 ATTACKS = Path(__file__).parent / "attack"
 SHM = Path("/dev/shm")
@@ -95,8 +101,10 @@ def _environ() -> set[tuple[str, str]]:
 
 
 def _descriptors() -> set[tuple[int, str]]:
-    # The fork server and the resource tracker live as long as the session.
+    # The fork servers and the resource tracker live as long as the session.
     kept = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}
+    if fork_server._shared is not None:
+        kept.add(fork_server._shared.fileno())
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -109,10 +117,11 @@ def _descriptors() -> set[tuple[int, str]]:
 
 
 def own_processes() -> set[int]:
-    """The children of this process and of the fork server, those two left out."""
-    server = forkserver._forkserver._forkserver_pid
-    found = _children_of(os.getpid()) | (_children_of(server) if server else set())
-    return found - {server, resource_tracker._resource_tracker._pid}
+    """The children of this process and of the fork servers (ours, and multiprocessing's)."""
+    shared = fork_server._shared
+    servers = {forkserver._forkserver._forkserver_pid, shared.pid if shared else None} - {None}
+    found = _children_of(os.getpid()).union(*map(_children_of, servers))
+    return found - servers - {resource_tracker._resource_tracker._pid}
 
 
 def _children_of(pid: int) -> set[int]:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from paceline import DistributedDataParallel
-from paceline.gloo_threads import settle_gloo_at_exit
+from paceline.gloo_threads import wait_for_gloo_at_exit
 from paceline.hooks.round_scheduler import Rounds, scheduler_of
-from paceline.torch_private import default_group
+from paceline.torch_private.groups import default_group
 
 KEPT: list[object] = []
 
@@ -83,7 +83,7 @@ def main() -> None:
         time.sleep(0.2)
         return
     if case in ("settled", "later"):
-        settle_gloo_at_exit()
+        wait_for_gloo_at_exit()
     if case == "later":
         weakref.finalize(main, reduce_and_leave)
         return

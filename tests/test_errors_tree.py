@@ -10,7 +10,7 @@ import pytest
 
 from paceline import errors
 
-# Name: (parent in our tree, the builtin it refines as well). From the docstring of errors.py.
+# Name: (parent in our tree, the builtin it refines as well). From the docstring of errors.
 TREE = {
     "ConfigurationError": ("PacelineError", "ValueError"),
     "ArgumentTypeError": ("ConfigurationError", "TypeError"),
@@ -26,6 +26,7 @@ TREE = {
     "NotPicklableError": ("PacelineError", "RuntimeError"),
     "ModelMismatchError": ("PacelineError", "RuntimeError"),
     "ParametersChangedError": ("PacelineError", "RuntimeError"),
+    "FinalizationError": ("PacelineError", "RuntimeError"),
     "StepError": ("PacelineError", "RuntimeError"),
     "UnusedParametersError": ("StepError", "RuntimeError"),
     "SharedParametersError": ("StepError", "RuntimeError"),
@@ -37,8 +38,10 @@ TREE = {
     "HookInputError": ("StepError", "TypeError"),
     "HookOrderLostError": ("StepError", "RuntimeError"),
     "AutogradGradError": ("StepError", "RuntimeError"),
+    "BackwardOutsideNoSyncError": ("StepError", "RuntimeError"),
     "PeerFailedError": ("StepError", "RuntimeError"),
     "DesynchronizedError": ("StepError", "RuntimeError"),
+    "ReplicasDifferError": ("DesynchronizedError", "RuntimeError"),
     "CollectiveError": ("StepError", "RuntimeError"),
     "PeerLostError": ("CollectiveError", "ConnectionError"),
     "CollectiveTimeoutError": ("CollectiveError", "TimeoutError"),
@@ -54,6 +57,8 @@ TREE = {
     "GatherError": ("PacelineError", "RuntimeError"),
     "GatherKeysError": ("GatherError", "ValueError"),
     "GatherTypeError": ("GatherError", "TypeError"),
+    "TorchNameError": ("PacelineError", "ImportError"),
+    "RecordsError": ("PacelineError", "ValueError"),
     "SharedWriteError": ("PacelineError", "RuntimeError"),
     "ServerError": ("PacelineError", "RuntimeError"),
     "ServerLostError": ("ServerError", "ConnectionError"),
@@ -66,6 +71,9 @@ TREE = {
     "ServerStartError": ("PacelineError", "RuntimeError"),
     "ServerStateError": ("ServerStartError", "RuntimeError"),
     "NormInputError": ("PacelineError", "ValueError"),
+    "MembershipError": ("PacelineError", "RuntimeError"),
+    "CheckpointError": ("MembershipError", "RuntimeError"),
+    "StateTransferError": ("MembershipError", "RuntimeError"),
 }
 
 

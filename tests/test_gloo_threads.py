@@ -57,13 +57,13 @@ def test_a_callback_of_the_group_may_take_its_time(tmp_path: Path) -> None:
 
 def asks_of_wrapper() -> int:
     DistributedDataParallel(nn.Linear(2, 2))
-    return gloo_threads.settle_gloo_at_exit.cache_info().currsize
+    return gloo_threads.wait_for_gloo_at_exit.cache_info().currsize
 
 
 def asks_of_group() -> int:
-    before = gloo_threads.settle_gloo_at_exit.cache_info().currsize
+    before = gloo_threads.wait_for_gloo_at_exit.cache_info().currsize
     dist.new_group(backend="paceline")
-    return gloo_threads.settle_gloo_at_exit.cache_info().currsize - before
+    return gloo_threads.wait_for_gloo_at_exit.cache_info().currsize - before
 
 
 def test_wrapper_and_group_ask_for_it() -> None:
@@ -109,9 +109,9 @@ def test_waits_for_a_thread_that_is_at_work() -> None:
     try:
         assert is_named.wait(60)
         assert len(gloo_threads.gloo_workers()) == 1
-        assert not gloo_threads.settle_gloo(patience_s=0.1)
+        assert not gloo_threads.wait_for_gloo(timeout_s=0.1)
         threading.Timer(0.1, may_end.set).start()
-        assert gloo_threads.settle_gloo(patience_s=60)
+        assert gloo_threads.wait_for_gloo(timeout_s=60)
     finally:
         may_end.set()
         thread.join(60)

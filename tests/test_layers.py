@@ -12,23 +12,27 @@ SOURCE = Path(__file__).parents[1] / "src" / "paceline"
 
 # From the top down. A module may import from its own part and from lines below its own.
 LAYERS = (
-    {"cli"},
+    {"cli", "integrations"},
+    {"report"},
     {"elastic", "ps"},
     {"ddp", "dp", "nn"},
-    {"hooks"},
+    {"hooks", "shards"},
     {"buckets"},
     {"transport"},
     {"shm"},
     {"liveness", "memory"},
+    {"launch"},
     {"observe"},
     {"native"},
     {
         "config",
+        "containers",
         "errors",
         "forks",
         "freed_memory",
         "gloo_threads",
         "exit_reason",
+        "printable",
         "torch_private",
         "types",
     },
@@ -37,7 +41,7 @@ HEIGHT = {part: len(LAYERS) - level for level, parts in enumerate(LAYERS) for pa
 BOTTOM = LAYERS[-1]
 
 # Beside the layers: what users' tests import may not depend on what it tests.
-TESTING_MAY_IMPORT = {"errors", "exit_reason"}
+TESTING_MAY_IMPORT = {"errors", "exit_reason", "launch"}
 # Entry points, which only hand on.
 FREE = {"__init__", "__main__", "autoload"}
 

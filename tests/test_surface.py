@@ -14,10 +14,11 @@ from paceline import errors
 
 SURFACE = {
     "paceline": """
-        BucketStats DDPStats DataParallel DistributedDataParallel PacelineError __version__
-        data_parallel errors gather hooks nn parallel_apply ps replicate scatter scatter_kwargs
-        testing
+        BucketStats DDPStats DataParallel DistributedDataParallel PacelineError ShardLoader Shards
+        __version__ clip_grad_norm_ data_parallel elastic errors gather hooks log nn observe
+        parallel_apply patch_torch ps replicate scatter scatter_kwargs testing unpatch_torch
     """,
+    "paceline.elastic": "DistributedSampler IterableCursor MembershipEvent State run",
     "paceline.hooks": """
         Choice DDPCommHookType DiLoCoOptimizer DiLoCoState HierarchicalModelAverager HookCost
         HookState ModelAverager PeriodicModelAverager PostLocalSGDOptimizer PostLocalSGDState
@@ -28,6 +29,9 @@ SURFACE = {
         register_ddp_comm_hook topk_hook
     """,
     "paceline.nn": "SyncBatchNorm",
+    "paceline.observe": """
+        BucketStats BucketTimes DDPStats Handle StepClock StepRecord log metrics note on_step
+    """,
     "paceline.ps": """
         Adagrad Adam Bags Embedding EmbeddingBag EmbeddingBagCollection Init LocalServers
         RowwiseAdagrad SGD Servers Start TableConfig connect local
@@ -69,7 +73,7 @@ def test_version_is_that_of_the_package() -> None:
 
 
 def test_import_is_cheap() -> None:
-    heavy = ("torch", "zmq", "numpy", "multiprocessing", "importlib.metadata")
+    heavy = ("torch", "zmq", "numpy", "multiprocessing", "importlib.metadata", "http")
     code = f"import sys, paceline; print([n for n in {heavy} if n in sys.modules])"
     assert run_python(code) == "[]"
 
@@ -78,13 +82,15 @@ def test_modules_come_with_the_package() -> None:
     """Without an import of their own, and without what only servers need."""
     code = (
         "import sys, paceline\n"
-        "for name in ('errors', 'testing', 'ps', 'hooks', 'nn'):\n"
+        "for name in ('elastic', 'errors', 'testing', 'ps', 'hooks', 'nn', 'observe'):\n"
         "    print(getattr(paceline, name).__name__, 'zmq' in sys.modules)"
     )
     assert run_python(code).split("\n") == [
+        "paceline.elastic False",
         "paceline.errors False",
         "paceline.testing False",
         "paceline.ps False",
         "paceline.hooks False",
         "paceline.nn False",
+        "paceline.observe False",
     ]

@@ -16,7 +16,8 @@ from paceline.errors import PacelineError
 from paceline.observe import BucketStats, DDPStats
 
 if TYPE_CHECKING:
-    from paceline import hooks, nn, ps, testing
+    from paceline import elastic, hooks, nn, observe, ps, testing
+    from paceline.config import Shards
     from paceline.ddp import DistributedDataParallel
     from paceline.dp import (
         DataParallel,
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
         scatter,
         scatter_kwargs,
     )
+    from paceline.integrations.torch_patch import patch_torch, unpatch_torch
+    from paceline.observe import log
+    from paceline.shards.clip import clip_grad_norm_
+    from paceline.shards.loader import ShardLoader
 
     __version__: str
 
@@ -36,32 +41,46 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "PacelineError",
+    "ShardLoader",
+    "Shards",
     "__version__",
+    "clip_grad_norm_",
     "data_parallel",
+    "elastic",
     "errors",
     "gather",
     "hooks",
+    "log",
     "nn",
+    "observe",
     "parallel_apply",
+    "patch_torch",
     "ps",
     "replicate",
     "scatter",
     "scatter_kwargs",
     "testing",
+    "unpatch_torch",
 ]
 
 # torch takes seconds to import, and `paceline --help` does not need it.
 _IMPORTED_ON_USE = {
     "DataParallel": "paceline.dp",
     "DistributedDataParallel": "paceline.ddp",
+    "ShardLoader": "paceline.shards.loader",
+    "Shards": "paceline.config",
+    "clip_grad_norm_": "paceline.shards.clip",
     "data_parallel": "paceline.dp",
     "gather": "paceline.dp",
+    "log": "paceline.observe",
     "parallel_apply": "paceline.dp",
+    "patch_torch": "paceline.integrations.torch_patch",
     "replicate": "paceline.dp",
     "scatter": "paceline.dp",
     "scatter_kwargs": "paceline.dp",
+    "unpatch_torch": "paceline.integrations.torch_patch",
 }
-_MODULES = {"hooks", "nn", "ps", "testing"}
+_MODULES = {"elastic", "hooks", "nn", "observe", "ps", "testing"}
 
 if "torch.distributed" in sys.modules:
     register_backend()  # else torch does it, when it is imported

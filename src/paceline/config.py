@@ -56,6 +56,10 @@ class MissingGradients(enum.Enum):
     """At the next forward, as torch does: a further backward may bring what is missing."""
 
 
+TRANSPORT_VARIABLE = "PACELINE_TRANSPORT"
+"""The environment variable that says what ``transport="auto"`` means; ``paceline run`` sets it."""
+
+
 class TransportChoice(enum.Enum):
     """What gradients travel over (``transport``)."""
 
@@ -67,6 +71,50 @@ class TransportChoice(enum.Enum):
 
     C10D = "c10d"
     """The process group, whatever it is."""
+
+
+MAX_SHARDS = 4096
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Training as logical shards (``shards``): the same bits at any number of ranks.
+
+    What two runs must have in common to end with the same bits, besides model and data.
+
+    Attributes:
+        count: How many shards a batch is cut into: the largest number of ranks.
+        seed: Of the shards' random streams.
+        threads: Threads of torch, for the whole process: kernels change their bits with it.
+        deterministic: Let torch refuse operations that may give other bits each time
+            (``torch.use_deterministic_algorithms``), for the whole process.
+        checksum_every: Rounds between two that ``paceline verify`` can compare; 0: none. Costs
+            nothing without a run folder.
+    """
+
+    count: int
+    seed: int = 0
+    threads: int = 1
+    deterministic: bool = True
+    checksum_every: int = 1
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or not 1 <= self.count <= MAX_SHARDS:
+            raise ConfigurationError(
+                f"shards={self.count!r} is no number of shards: write 1 to {MAX_SHARDS}, for "
+                "example shards=8, the largest number of ranks that this training will have."
+            )
+        if type(self.threads) is not int or self.threads < 1:
+            raise ConfigurationError(
+                f"Shards(threads={self.threads!r}): write the number of threads that each rank's "
+                "operations use, the same in all runs that are to be compared, for example 1."
+            )
+        if type(self.checksum_every) is not int or self.checksum_every < 0:
+            raise ConfigurationError(
+                f"Shards(checksum_every={self.checksum_every!r}): write a number of rounds, or 0."
+            )
+        if type(self.seed) is not int:
+            raise ConfigurationError(f"Shards(seed={self.seed!r}): a seed is a whole number.")
 
 
 @dataclass(frozen=True)
@@ -82,6 +130,9 @@ class ReducePolicy:
         nonfinite: What to do about NaN and infinity.
         missing: When missing gradients are an error.
         batched_copy: Copy all gradients of a bucket at once, however large.
+        lazy_buckets: Buckets have memory from their first gradient to the end of the step only.
+        check_every: Steps between two comparisons of the ranks' parameters; 0 for never.
+        shards: Add gradients up by the tree of these shards.
     """
 
     views: GradientViews = GradientViews.SAFE
@@ -91,6 +142,9 @@ class ReducePolicy:
     nonfinite: NonFinite = NonFinite.IGNORE
     missing: MissingGradients = MissingGradients.RAISE
     batched_copy: bool = False
+    lazy_buckets: bool = False
+    check_every: int = 0
+    shards: Shards | None = None
 
     @cached_property
     def tracks_unused(self) -> bool:

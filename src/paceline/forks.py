@@ -63,19 +63,19 @@ class Owner:
         return bool(_note[0] == self.pid)
 
 
-class Heir(Protocol):
+class Inherited(Protocol):
     """Something that forked children inherit and must let go of."""
 
     def let_go(self) -> None:
         """Called in the child of a fork by Python. Must not wait, nor talk to anybody."""
 
 
-_heirs: weakref.WeakSet[Any] = weakref.WeakSet()
+_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def tell_children(heir: Heir) -> None:
-    """Call ``heir.let_go()`` in every child that Python forks while it lives."""
-    _heirs.add(heir)
+def tell_children(thing: Inherited) -> None:
+    """Call ``thing.let_go()`` in every child that Python forks while it lives."""
+    _inherited.add(thing)
 
 
 def finalize_here(
@@ -99,10 +99,10 @@ def _call_here(owner: Owner, function: Callable[..., None], arguments: tuple[Any
 
 
 def _tell() -> None:
-    heirs = list(_heirs)
-    _heirs.clear()  # a child of the child has nothing more to let go of
-    for heir in heirs:
-        heir.let_go()
+    things = list(_inherited)
+    _inherited.clear()  # a child of the child has nothing more to let go of
+    for thing in things:
+        thing.let_go()
 
 
 if hasattr(os, "register_at_fork"):

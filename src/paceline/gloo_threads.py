@@ -26,7 +26,7 @@ from pathlib import Path
 WORKER_NAME = "pt_gloo_runloop"
 """What torch calls these threads. The kernel keeps 15 characters."""
 
-PATIENCE_S = 2.0
+TIMEOUT_S = 2.0
 """For a machine so busy that a thread that only has to drop a tensor does not come to it."""
 
 PAUSE_S = 0.001
@@ -37,23 +37,23 @@ _TASKS = Path("/proc/self/task")
 
 
 @functools.cache
-def settle_gloo_at_exit() -> None:
-    """Call :func:`settle_gloo` when the program ends. Once, however often it is asked for.
+def wait_for_gloo_at_exit() -> None:
+    """Call :func:`wait_for_gloo` when the program ends. Once, however often it is asked for.
 
     Not by ``atexit``: finalizers end in the opposite order in which they were made, so this one
     comes after those of transports, groups and schedulers, which may still have used gloo.
     """
-    weakref.finalize(settle_gloo, settle_gloo)  # a function lives as long as its module
+    weakref.finalize(wait_for_gloo, wait_for_gloo)  # a function lives as long as its module
 
 
-def settle_gloo(patience_s: float = PATIENCE_S) -> bool:
+def wait_for_gloo(timeout_s: float = TIMEOUT_S) -> bool:
     """Give the interpreter lock away until gloo's threads sleep; at once if there are none.
 
     Returns:
         Whether they do. Where there is no /proc they are not seen, and not waited for.
     """
     workers = gloo_workers()
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     quiet = 0 if workers else QUIET_LOOKS
     while quiet < QUIET_LOOKS and time.monotonic() < deadline:
         time.sleep(PAUSE_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -109,6 +109,14 @@ class Transport(Protocol):
         """Like :meth:`start`, for the last sum of a step: the caller has nothing to do but wait.
 
         It may begin only inside of :meth:`Reduction.wait`, done by the thread that waits.
+        """
+
+    def start_all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Reduction:
+        """Begin to send ``inputs[i]`` to rank i and to receive ``outputs[i]`` from it.
+
+        Flat tensors, whose sizes may differ. Outputs are there after :meth:`Reduction.wait`.
         """
 
     def start_sparse(self, gradient: torch.Tensor) -> Reduction:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.server.process import serve, set_up_logging
+from tests.children import child_process, server_process
 
 NOBODY = 65534
 DEADLINE_S = 60.0
@@ -21,19 +21,9 @@ DEADLINE_S = 60.0
 
 def as_other_user(work: Callable[..., Any], *arguments: Any) -> Any:
     """What ``work`` returns, or ``{"error": its class}``, in a process of user ``NOBODY``."""
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_drop_and_work, args=(writer, work, arguments))
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(DEADLINE_S), "the other user did not come to an end"
-        return reader.recv()
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        reader.close()
+    with child_process(_drop_and_work, work, arguments) as child:
+        assert child.pipe.poll(DEADLINE_S), "the other user did not come to an end"
+        return child.pipe.recv()
 
 
 def _drop_and_work(
@@ -60,7 +50,7 @@ def shared_directory() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def _serve_without_umask(settings: ServerSettings, ready: Connection, log: str) -> None:
+def _serve_without_umask(ready: Connection, settings: ServerSettings, log: str) -> None:
     os.umask(0)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
@@ -72,20 +62,5 @@ def _serve_without_umask(settings: ServerSettings, ready: Connection, log: str) 
 @contextmanager
 def careless_server(settings: ServerSettings, log: Path) -> Iterator[str]:
     """A server that was started with umask 0; gives its address."""
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_serve_without_umask, args=(settings, writer, str(log)))
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(DEADLINE_S), "the server did not start"
-        yield reader.recv()
-        assert process.is_alive(), "the server died"
-        process.terminate()
-        process.join(DEADLINE_S)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        reader.close()
+    with server_process(_serve_without_umask, settings, str(log)) as (address, _):
+        yield address

@@ -7,7 +7,6 @@ with the honest trainer's exact sums.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ import pytest
 import torch
 import zmq
 
+from paceline.launch.fork_server import shared_fork_server
 from paceline.native.extension import native
 from paceline.ps.client.shm_link import open_shm_link
 from paceline.ps.protocol.keys import ClientKeys, make_keys, read_client_keys
@@ -65,27 +65,19 @@ class Attacked:
         self.start()
 
     def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        reader, writer = context.Pipe(duplex=False)
-        arguments = (self._settings, writer, str(self._log))
-        self.process: Any = context.Process(target=serve_with_log, args=arguments)
-        self.process.start()
-        writer.close()
-        with reader:
-            assert reader.poll(DEADLINE_S), "the server did not start"
-            self.address: str = reader.recv()
+        self.process = shared_fork_server().fork()
+        self.process.run(serve_with_log, self._settings, str(self._log))
+        assert self.process.pipe.poll(DEADLINE_S), "the server did not start"
+        self.address: str = self.process.pipe.recv()
 
     def kill(self) -> None:
-        assert self.process.is_alive(), "the server died by itself"
-        os.kill(self.process.pid, signal.SIGKILL)
+        assert self.process.is_running(), "the server died by itself"
+        self.process.send_signal(signal.SIGKILL)
         self.end(-signal.SIGKILL)
 
     def end(self, exitcode: int = 0) -> None:
-        self.process.terminate()
-        self.process.join(DEADLINE_S)
-        found = self.process.exitcode
-        self.process.kill()
-        self.process.join()
+        self.process.send_signal(signal.SIGTERM)
+        found = self.process.wait(DEADLINE_S)
         self.process.close()
         assert found == exitcode
 

@@ -14,8 +14,6 @@ from torch import nn
 
 from benchmarks.__main__ import main
 from benchmarks.floor import MeetOnly
-from benchmarks.ratios import ratio
-from benchmarks.rss import peers_bytes
 from paceline.testing import run_ranks
 
 VARIANTS = {"local", "torch", "torch views", "paceline"}
@@ -24,38 +22,6 @@ VARIANTS = {"local", "torch", "torch views", "paceline"}
 def run(json_file: Path, *words: str) -> Any:
     assert main([*words, "--json", str(json_file)]) == 0
     return json.loads(json_file.read_text())
-
-
-def test_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--models small --ranks 2 --launches 2 --rounds 2 --steps 1 --control"
-    (result,) = run(tmp_path / "out.json", *words.split())["results"]
-    assert len(result["samples_wall_cpu_ms"]["paceline"]) == 4
-    assert set(result["p50_ms"]) == {*VARIANTS, "torch views again"}
-    assert all(value > 0 for value in result["p50_ms"].values())
-    assert result["better_torch_mode"] in ("torch", "torch views")
-    assert result["limit"] == 1 / 1.2
-    estimate = result["against_torch"]["paceline"]
-    assert estimate["low"] <= estimate["value"] <= estimate["high"]
-    assert "paceline" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_step_times_apart(tmp_path: Path) -> None:
-    """Processes of their own for each variant, and still round by round."""
-    words = "--models small --ranks 2 --launches 1 --rounds 3 --steps 2 --apart"
-    (result,) = run(tmp_path / "out.json", *words.split())["results"]
-    samples = result["samples_wall_cpu_ms"]
-    assert set(samples) == VARIANTS
-    assert all([len(block) for block in blocks] == [2, 2, 2] for blocks in samples.values())
-
-
-@pytest.mark.slow
-def test_the_floor_of_a_step_is_measured_beside_it(tmp_path: Path) -> None:
-    words = "--models small --ranks 2 --launches 1 --rounds 2 --steps 1 --apart"
-    floor = "--also meet=benchmarks.floor:MeetOnly"
-    (result,) = run(tmp_path / "out.json", *words.split(), *floor.split())["results"]
-    assert set(result["p50_ms"]) == {*VARIANTS, "meet"}
-    assert result["p50_ms"]["meet"] > 0
 
 
 def waited_for_the_other() -> float:
@@ -72,32 +38,6 @@ def waited_for_the_other() -> float:
 def test_ranks_of_the_floor_do_meet() -> None:
     first, second = run_ranks(2, waited_for_the_other)
     assert first > second + 0.5
-
-
-@pytest.mark.slow
-def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And one number after all: two to twenty times faster is not a matter of a busy machine."""
-    words = ("collectives", "--ranks", "2", "--sizes", "256,64K", "--rounds", "5")
-    samples = run(tmp_path / "out.json", *words)["2"]
-    assert set(samples) == {"256", "65536"}
-    for engines in samples.values():
-        assert {name: len(rounds) for name, rounds in engines.items()} == {"gloo": 5, "paceline": 5}
-        assert ratio(engines["gloo"], engines["paceline"]).value > 2
-    assert "paceline ms" in capsys.readouterr().out
-
-
-def test_memory_of_peers_is_told_apart() -> None:
-    smaps = """\
-7f00-7f10 rw-s 00000000 00:01 11 /memfd:paceline-arena-0 (deleted)
-Size:  64 kB
-Rss:   40 kB
-7f10-7f20 rw-s 00000000 00:01 12 /memfd:paceline-arena-1 (deleted)
-Rss:   24 kB
-7f20-7f30 rw-p 00000000 00:00 0
-Rss:   8 kB
-"""
-    assert peers_bytes(smaps, rank=0) == 24 * 1024
-    assert peers_bytes(smaps, rank=1) == 40 * 1024
 
 
 @pytest.mark.slow
@@ -120,26 +60,7 @@ def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
     assert max(results["paceline"][step] for step in ("first", "second", "later")) < 1.2 * one_set
 
 
-@pytest.mark.slow
-def test_data_parallel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "data_parallel --models small --launches 2 --rounds 2 --steps 1"
-    report = run(tmp_path / "out.json", *words.split())
-    (result,) = report["results"]
-    assert set(result["p50_ms"]) == {"plain", "plain again", "replicas"}
-    assert len(result["samples_wall_cpu_ms"]["replicas"]) == 4
-    assert report["parts_ms"] > 0
-    assert "scatter + replicate + gather" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_missed_target_is_told_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.ddp_step.Result.limit", 0.0)
-    words = ["--models", "small", "--ranks", "1", "--launches", "1", "--rounds", "1"]
-    assert main(words) == 0
-    assert main([*words, "--check"]) == 1
-
-
-@pytest.mark.parametrize("words", [["--models", "none"], ["--also", "x"], ["--ranks", "0"]])
+@pytest.mark.parametrize("words", [["--compare", "none"], ["--ranks", "0"], ["--rounds", "x"]])
 def test_wrong_options_are_explained(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(words)
@@ -149,7 +70,7 @@ def test_wrong_options_are_explained(words: list[str], capsys: pytest.CaptureFix
 
 def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
-    assert "ddp_step" in capsys.readouterr().err
+    assert "hot_path" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -112,10 +112,10 @@ def test_serve_until_ctrl_c(tmp_path: Path) -> None:
 def start_here(settings: ServerSettings) -> None:
     from paceline.ps.server.dispatch import Handler
     from paceline.ps.server.loop import Server
-    from paceline.ps.server.save_root import SavePlace
+    from paceline.ps.server.save_root import SaveRoot
     from paceline.ps.state.store import Store
 
-    Server(settings, Handler(Store(1, 1), None, SavePlace(None)), None).close()
+    Server(settings, Handler(Store(1, 1), None, SaveRoot(None)), None).close()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """What plain torch makes of its own tests on a CPU: read the record, or make it again.
 
 `python -m tests.conformance.baseline` in the root of the repository runs every collected test, left
-out or not, against torch's class and writes `torch_baseline.json`. To be run when torch is upgraded
-or the shim in `on_cpu.py` changes; a difference in the file is then a thing to understand.
+out or not, against torch's class and writes `torch_baseline_2.13.json`, or what the version of the
+installed torch is. To be run with a new torch (`build/torch-2.15.0/bin/python`, which `make
+test-torch` makes) or when the shim in `on_cpu.py` changes; a difference between the files is then a
+thing to understand.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ import torch
 from .client import Client
 from .collect import collect
 from .outcome import PASSED
-
-FILE = Path(__file__).with_name("torch_baseline.json")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,16 @@ def installed_torch() -> str:
     return torch.__version__.partition("+")[0]
 
 
+def minor_version(version: str) -> str:
+    """Return `2.15` for `2.15.0`: fixes of bugs have no record of their own."""
+    return ".".join(version.split(".")[:2])
+
+
+FILE = Path(__file__).with_name(f"torch_baseline_{minor_version(installed_torch())}.json")
+
+
 def load() -> Baseline:
-    """Return the checked-in record."""
+    """Return the checked-in record of the installed torch."""
     return Baseline(**json.loads(FILE.read_text()))
 
 

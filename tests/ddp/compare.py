@@ -7,7 +7,7 @@ on all ranks' data in one process, is the reference everywhere.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +116,16 @@ def step_both(
     found = gradients(ours)
     assert_identical(found, gradients(theirs), "against torch's DDP:")
     return found
+
+
+def assert_sum_over_batches(ddp: DDP, steps: Sequence[int]) -> None:
+    """Compare with the gradient of the sum over several batches, and with the other ranks."""
+
+    def loss(model: nn.Module, rank: int) -> Tensor:
+        return torch.stack([model(batch(step, rank)).square().mean() for step in steps]).sum()
+
+    assert_close(gradients(ddp), reference_gradients(ddp, loss))
+    assert_same_on_all_ranks(gradients(ddp))
 
 
 def reference_gradients(

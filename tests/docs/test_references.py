@@ -1,7 +1,8 @@
-"""What the docs name exists: files, links, headings, classes, functions."""
+"""What docs and comments name exists: files, links, headings, notes, classes, functions."""
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
 import importlib
@@ -114,16 +115,56 @@ def names_of(page: Path) -> Iterator[tuple[str, list[str]]]:
                 yield root, rest.removeprefix(".").split(".")
 
 
+def exists_name(root: str, parts: list[str]) -> bool:
+    if parts[0] == "integrations":
+        return is_written(parts)
+    try:
+        resolve(root, parts)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def is_written(parts: list[str]) -> bool:
+    """Look a name up in the source, without an import.
+
+    Frameworks may be missing; they take seconds to import, and Ray leaves variables behind.
+    """
+    for count in range(len(parts), 0, -1):
+        folder = SOURCE.joinpath(*parts[:count])
+        for file in (folder.with_suffix(".py"), folder / "__init__.py"):
+            if file.exists():
+                nodes = list(ast.walk(ast.parse(file.read_text())))
+                return count == len(parts) or any(defines(node, parts[count]) for node in nodes)
+    return False
+
+
+def defines(node: ast.AST, name: str) -> bool:
+    """Whether it is the definition or the import of that name."""
+    return isinstance(node, ast.ClassDef | ast.FunctionDef | ast.alias) and node.name == name
+
+
 @every_page
 def test_names(page: Path) -> None:
     pytest.importorskip("zmq", reason="paceline.ps needs pyzmq")
-    wrong = []
-    for root, parts in names_of(page):
-        try:
-            resolve(root, parts)
-        except (AttributeError, ImportError):
-            wrong.append(".".join([root, *parts]))
-    assert not wrong
+    assert not [
+        ".".join([root, *parts]) for root, parts in names_of(page) if not exists_name(root, parts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "found"),
+    [
+        (["integrations", "ray"], True),
+        (["integrations", "ray", "TorchConfig"], True),
+        (["integrations", "ray", "NoSuchConfig"], False),
+        (["integrations", "lightning", "DDPStrategy"], True),
+        (["integrations", "lightning", "NoSuchStrategy"], False),
+        (["integrations", "nothing"], False),
+    ],
+)
+def test_names_are_found_without_an_import(parts: list[str], found: bool) -> None:
+    assert is_written(parts) is found
 
 
 @every_page
@@ -149,6 +190,46 @@ def test_drawings_name_functions_that_exist() -> None:
             is_there = hop.is_defined() if hop else (SOURCE / file).exists()
             if not is_there:
                 wrong.append(f"{drawing.name}: {words}")
+    assert not wrong
+
+
+SOURCES = {
+    path: path.read_text()
+    for folder in (SOURCE, ROOT / "tests")
+    for path in sorted(folder.rglob("*"))
+    if path.suffix in {".py", ".c", ".h"}
+}
+NOTE = re.compile(r"\[Note: (\w[^\]]+)\]")
+NOTE_HERE = re.compile(r"^[ \t*/#]*\[Note: (\w[^\]]+)\]", re.MULTILINE)
+MODULE = re.compile(r":mod:`~?paceline\.([\w.]+)`")
+PATH = re.compile(r"(?<![\w/.{}<>-])((?:[\w-]+/)+[\w-]+\.(?:py|c|h|md))\b")
+# Ends of paths, which are compared with those of stacks.
+ENDS_OF_PATHS = {"diagnose/wait_monitor.py"}
+
+
+def test_notes_are_where_they_are_looked_for() -> None:
+    """A note begins a line; everything else that has its name in brackets points to it."""
+    texts = [*SOURCES.values(), *(page.read_text() for page in PAGES)]
+    written = {name for text in SOURCES.values() for name in NOTE_HERE.findall(text)}
+    named = {re.sub(r"\s+[*#/]*\s*", " ", name) for text in texts for name in NOTE.findall(text)}
+    assert len(written) > 50
+    assert sorted(named - written) == []
+
+
+def test_files_that_the_source_names() -> None:
+    wrong = []
+    for path, text in SOURCES.items():
+        if not path.is_relative_to(SOURCE):
+            continue
+        folders = (SOURCE, ROOT, path.parent, SOURCE / path.relative_to(SOURCE).parts[0])
+        files = {name for name in PATH.findall(text) if name not in ENDS_OF_PATHS}
+        wrong += [f"{path}: {n}" for n in files if not any((at / n).exists() for at in folders)]
+        modules = {name.replace(".", "/") for name in MODULE.findall(text)}
+        wrong += [
+            f"{path}: {name}"
+            for name in modules
+            if not (SOURCE / f"{name}.py").exists() and not (SOURCE / name).is_dir()
+        ]
     assert not wrong
 
 

@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-from paceline.ps.server.process import main
+from paceline.cli import main
 from tests.docs.hops import recorded
 
 if __name__ == "__main__":
     trace, *words = sys.argv[1:]
     with recorded() as calls:
-        code = main(words)
+        code = main(["ps", "serve", *words])
     Path(trace).write_text(json.dumps(calls))
     sys.exit(code)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.dp.containers import tensors_in
+from paceline.containers import tensors_in
 
 CPUS = ["cpu", "cpu"]
 

@@ -1,4 +1,4 @@
-"""Crews end by themselves after a while; tests do not wait for it."""
+"""Replica threads end by themselves after a while; tests do not wait for it."""
 
 from __future__ import annotations
 

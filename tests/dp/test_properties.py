@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import paceline
-from paceline.dp.containers import tensors_in
+from paceline.containers import tensors_in
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 WIDTH = 4

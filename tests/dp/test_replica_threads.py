@@ -147,6 +147,17 @@ def test_ctrl_c_ends_all_replicas_and_the_wrapper_stays_usable() -> None:
     assert model(-torch.ones(2)).tolist() == [-1, -1]
 
 
+def test_a_signal_that_does_not_wake_the_caller_ends_them_all_the_same() -> None:
+    """Its handler ran on another thread, or just before the caller began to wait."""
+    module = Endless(signal.SIGINT)
+    module.both_run = threading.Barrier(
+        2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        paceline.DataParallel(module, CPUS)(torch.ones(2))
+    assert not replica_threads()
+
+
 def test_an_exception_of_a_signal_handler_ends_them_too() -> None:
     def alarm(*_: object) -> None:
         raise TimeoutError("too slow")
@@ -161,18 +172,18 @@ def test_an_exception_of_a_signal_handler_ends_them_too() -> None:
 
 
 def test_an_interrupt_that_comes_too_late_for_a_job_only_ends_the_thread() -> None:
-    with POOL.lend(2) as crew:
-        crew.run([lambda: None, lambda: None])
-        crew._interrupt()
+    with POOL.lend(2) as threads:
+        threads.run([lambda: None, lambda: None])
+        threads._interrupt()
     assert not replica_threads()
 
 
-def test_a_forked_child_has_its_own_crews() -> None:
+def test_a_forked_child_has_its_own_threads() -> None:
     """Of Python jobs: whether torch's own thread pools survive a fork is not ours to say."""
 
     def work() -> list[Any]:
-        with POOL.lend(2) as crew:
-            return [outcome.value for outcome in crew.run([lambda: 1, lambda: 2])]
+        with POOL.lend(2) as threads:
+            return [outcome.value for outcome in threads.run([lambda: 1, lambda: 2])]
 
     assert work() == [1, 2]
     pid = os.fork()

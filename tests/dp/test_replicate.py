@@ -134,6 +134,7 @@ def test_weights_of_a_parametrized_module_come_from_the_replica() -> None:
 def test_a_script_module_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # which it is since torch 2.15
         script = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match="children of ScriptModule: inner"):
         paceline.replicate(nn.ModuleDict({"inner": script}), CPUS)

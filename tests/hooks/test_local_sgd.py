@@ -87,9 +87,11 @@ def test_diloco_is_local_steps_and_an_outer_nesterov_step(
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_ranks_differ_between_meetings_only() -> None:
+def equal_after_each_step(period: int, *, start_step: int = 0) -> list[bool]:
+    """Train for five steps: after which of them the two ranks have the same parameters."""
+
     def on_rank() -> list[Tensor]:
-        model, optimizer = diloco(DDP, 4)
+        model, optimizer = diloco(DDP, period, start_step=start_step)
         snapshots = []
         for step in range(5):
             train(model, optimizer, range(step, step + 1))
@@ -97,22 +99,15 @@ def test_ranks_differ_between_meetings_only() -> None:
         return snapshots
 
     first, second = run_ranks(2, on_rank)
-    same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
-    assert same == [False, False, False, True, False]
+    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+
+def test_ranks_differ_between_meetings_only() -> None:
+    assert equal_after_each_step(4) == [False, False, False, True, False]
 
 
 def test_before_start_step_gradients_are_averaged() -> None:
-    def on_rank() -> list[Tensor]:
-        model, optimizer = diloco(DDP, 2, start_step=3)
-        snapshots = []
-        for step in range(5):
-            train(model, optimizer, range(step, step + 1))
-            snapshots.append(flat(model))
-        return snapshots
-
-    first, second = run_ranks(2, on_rank)
-    same = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
-    assert same == [True, True, True, False, True]
+    assert equal_after_each_step(2, start_step=3) == [True, True, True, False, True]
 
 
 def test_diloco_resumes_bit_for_bit() -> None:

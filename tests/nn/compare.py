@@ -12,7 +12,7 @@ from torch import nn
 
 import paceline
 from paceline.testing import run_ranks
-from paceline.torch_private import collectives_started
+from paceline.torch_private.groups import collectives_started
 
 
 @dataclass(frozen=True)

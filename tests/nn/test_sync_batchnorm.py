@@ -168,7 +168,7 @@ def test_process_group_argument() -> None:
 
 def test_no_collective_in_backward_when_the_input_needs_no_gradient() -> None:
     def train() -> int:
-        from paceline.torch_private import collectives_started
+        from paceline.torch_private.groups import collectives_started
 
         layer = SyncBatchNorm(3)
         y = layer(torch.randn(4, 3))

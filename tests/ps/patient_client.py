@@ -22,9 +22,11 @@ class PatientClient(RawClient):
     def attach_patiently(self) -> None:
         self.deliver(attach_frames(self.next_head(Kind.ATTACH), SPEC))
 
-    def write_zeros(self, ids: Sequence[int]) -> None:
+    def write_zeros(self, ids: Sequence[int], is_alive: Callable[[], bool] = lambda: True) -> None:
+        """Set these rows to zero; raises what :meth:`add_one` raises."""
         zeros = torch.zeros(len(ids), SPEC.dim)
-        self.deliver(rows_frames(self.next_head(Kind.WRITE), [(0, SPEC, ids, zeros, 0.0)]))
+        head = self.next_head(Kind.WRITE)
+        self.deliver(rows_frames(head, [(0, SPEC, ids, zeros, 0.0)]), is_alive)
 
     def add_one(self, ids: Sequence[int], is_alive: Callable[[], bool] = lambda: True) -> None:
         """Add exactly 1 to every value of these rows: SGD with lr 1 and gradient -1.

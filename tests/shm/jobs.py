@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the shared-memory group; called in a :class:`~crew.Seat`."""
+"""What ranks do in the tests of the shared-memory group; called by ``worker_pool.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from paceline.errors import CollectiveError
 from paceline.native.extension import native
 from paceline.shm import ASYNC, BLOCKING, Pending, SharedGroup
-from tests.shm.crew import Seat
+from tests.shm.worker_pool import RankContext
 
 SUM = native.OP_SUM
 TINY, STAGED = 100, 700_000  # float32; the second takes three slots of a megabyte
@@ -98,19 +98,19 @@ class Kinds:
         wanted = [_values(source, size) for source, size in enumerate(sizes)]
         return self.group.all_to_all(outputs, inputs), list(zip(outputs, wanted, strict=True))
 
-    def reduce_lanes_in_arena(self, mine: torch.Tensor, count: int) -> Any:
+    def reduce_to_leaders_in_arena(self, mine: torch.Tensor, count: int) -> Any:
         """Rank i gets the sum of slice i; slices of others stay as they are."""
         wanted, total = mine.clone(), _total(self.world, count)
         mine_from, mine_to = (
             native.cut(count, self.world, index, 4) for index in (self.rank, self.rank + 1)
         )
         wanted[mine_from:mine_to] = total[mine_from:mine_to]
-        return self.group.reduce_lanes(mine, self.world), [(mine, wanted)]
+        return self.group.reduce_to_leaders(mine, self.world), [(mine, wanted)]
 
-    def share_lanes_in_arena(self, mine: torch.Tensor, count: int) -> Any:
+    def copy_from_leaders_in_arena(self, mine: torch.Tensor, count: int) -> Any:
         cuts = [native.cut(count, self.world, index, 4) for index in range(self.world + 1)]
         wanted = torch.cat([_values(i, count)[cuts[i] : cuts[i + 1]] for i in range(self.world)])
-        return self.group.share_lanes(mine, self.world), [(mine, wanted)]
+        return self.group.copy_from_leaders(mine, self.world), [(mine, wanted)]
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -120,16 +120,16 @@ def describe(error: BaseException) -> dict[str, Any]:
     return {"type": type(error).__name__, "text": str(error), **facts}
 
 
-def one(group: SharedGroup, seat: Seat, name: str, count: int) -> dict[str, Any] | None:
+def one(group: SharedGroup, context: RankContext, name: str, count: int) -> dict[str, Any] | None:
     """Do one collective, check the result; return the error and how long it took, if it failed."""
     began_s = time.monotonic()
     try:
-        pending, results = Kinds(group, seat.rank, seat.world).begin(name, count)
+        pending, results = Kinds(group, context.rank, context.world).begin(name, count)
         pending.wait()
     except CollectiveError as error:
         return {"took_s": time.monotonic() - began_s, **describe(error)}
     for found, wanted in results:
-        assert torch.equal(found, wanted), f"{name} of {count}: wrong result on rank {seat.rank}"
+        assert torch.equal(found, wanted), f"{name} of {count}: wrong result on rank {context.rank}"
     return None
 
 
@@ -150,44 +150,46 @@ def is_running(pid: int) -> bool:
 
 
 def with_fault(
-    seat: Seat, name: str, count: int, fault: tuple[int, int, int, int], timeout_s: float
+    context: RankContext, name: str, count: int, fault: tuple[int, int, int, int], timeout_s: float
 ) -> dict[str, Any]:
     """Do a collective, arm the fault on one rank, and go on until something is wrong.
 
     Returns:
         The error or None, how many collectives went well, and whether the fault fired.
     """
-    with seat.group(timeout_s=60.0) as group:
-        assert one(group, seat, name, count) is None
+    with context.group(timeout_s=60.0) as group:
+        assert one(group, context, name, count) is None
         group.barrier().wait()
         group.timeout_s = timeout_s
         point, nth, action, delay_ns = fault
-        victim = seat.gather(os.getpid())[ROOT]
-        if seat.rank == ROOT:
+        victim = context.gather(os.getpid())[ROOT]
+        if context.rank == ROOT:
             group._core.arm_fault(point, nth, action, delay_ns)
         error, done = None, 0
         while error is None and done < 3:
-            if seat.rank != ROOT and point == native.POINT_ASLEEP:
+            if context.rank != ROOT and point == native.POINT_ASLEEP:
                 let_it_sleep(victim)
-            error = one(group, seat, name, count)
+            error = one(group, context, name, count)
             done += error is None
         return {"error": error, "done": done, "fired": group._core.faults_fired()}
 
 
-def delays(seat: Seat, names: tuple[str, ...], points: tuple[int, ...]) -> list[tuple[str, int]]:
+def delays(
+    context: RankContext, names: tuple[str, ...], points: tuple[int, ...]
+) -> list[tuple[str, int]]:
     """Delay one rank at every point of every kind; return where nothing was delayed."""
     silent = []
-    with seat.group() as group:
+    with context.group() as group:
         for name in names:
             for point in points:
                 fired = group._core.faults_fired()
-                if seat.rank == ROOT:
+                if context.rank == ROOT:
                     group._core.arm_fault(point, 1, native.FAULT_DELAY, 300_000)
                 elif point == native.POINT_ASLEEP:
                     time.sleep(0.002)
                 for count in (TINY, STAGED):
-                    assert one(group, seat, name, count) is None
-                if seat.rank == ROOT and group._core.faults_fired() == fired:
+                    assert one(group, context, name, count) is None
+                if context.rank == ROOT and group._core.faults_fired() == fired:
                     silent.append((name, point))
     return silent
 
@@ -203,15 +205,15 @@ KIND_NAMES = (
     "scatter",
     "reduce_scatter",
     "all_to_all",
-    "reduce_lanes_in_arena",
-    "share_lanes_in_arena",
+    "reduce_to_leaders_in_arena",
+    "copy_from_leaders_in_arena",
 )
 
 
-def soak(seat: Seat, collectives: int) -> list[tuple[int, int, int]]:
+def soak(context: RankContext, collectives: int) -> list[tuple[int, int, int]]:
     """Do very many collectives; return (RSS in KiB, descriptors, threads) now and then."""
     looks = []
-    with seat.group() as group:
+    with context.group() as group:
         kept = group.arena.allocate(5000, torch.float32)
         tensors = [torch.ones(64), torch.ones(5000), kept]
         for turn in range(collectives // 5):
@@ -223,7 +225,8 @@ def soak(seat: Seat, collectives: int) -> list[tuple[int, int, int]]:
                 each.wait()
             if turn % 50 == 0:
                 assert (
-                    one(group, seat, KIND_NAMES[turn // 50 % len(KIND_NAMES)], STAGED // 7) is None
+                    one(group, context, KIND_NAMES[turn // 50 % len(KIND_NAMES)], STAGED // 7)
+                    is None
                 )
                 scratch = group.arena.allocate(100_000, torch.float32)
                 assert scratch is not None

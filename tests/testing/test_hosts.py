@@ -128,19 +128,21 @@ class TestHosts:
             before = hosts.link_bytes()
             run_on_hosts(alone, 2, sum_of_ranks, MEGABYTE)
             inside = hosts.link_bytes() - before
-        # 4 MB from each of two ranks, plus headers and the set-up.
-        assert 8 * MEGABYTE < across < 8.8 * MEGABYTE
+        # 4 MB from each of two ranks, plus headers, acknowledgements and the set-up.
+        assert 8 * MEGABYTE < across < 10 * MEGABYTE
         assert inside < 0.01 * MEGABYTE
 
     def test_a_rank_can_count_for_itself(self) -> None:
         def sent() -> int:
             before = sent_bytes("link0")
             dist.all_reduce(torch.ones(MEGABYTE))
+            dist.barrier()  # the other rank has all of it, so this one has sent all of it
             return sent_bytes("link0") - before
 
         with test_hosts(2) as hosts:
             for count in run_on_hosts(hosts, 1, sent):
-                assert 4 * MEGABYTE < count < 4.4 * MEGABYTE
+                # Headers, acknowledgements (more on a busy machine), the barrier.
+                assert 4 * MEGABYTE < count < 5 * MEGABYTE
 
     @pytest.mark.slow
     def test_a_shaped_link_is_as_slow_as_it_says(self) -> None:

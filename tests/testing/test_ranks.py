@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,20 @@ def wait_gone(pids: list[int], within_s: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def failure_text(
+    n: int, fn: Callable[[], object], words: str, *, timeouts_s: tuple[float, ...]
+) -> str:
+    """Run ranks into a deadline; a longer one if a busy machine was not so far at that moment."""
+    for timeout_s in timeouts_s:
+        with pytest.raises(RanksFailedError) as caught:
+            run_ranks(n, fn, timeout_s=timeout_s, init=False)
+        text = str(caught.value)
+        if words in text and "--- rank 0" not in text.replace(f"--- rank {n - 1}", ""):
+            break
+    assert words in text
+    return text
 
 
 class TestResults:
@@ -202,16 +218,16 @@ class TestFailures:
                 wait_for_ever()
             return os.getpid()
 
-        with pytest.raises(RanksFailedError) as caught:
-            run_ranks(2, stuck, timeout_s=3.0, init=False)
-        text = str(caught.value)
-        assert "not done within timeout_s=3; still running: rank 1" in text
-        assert "in wait_for_ever" in text
+        text = failure_text(2, stuck, "in wait_for_ever", timeouts_s=(3.0, 30.0))
+        assert re.search(r"not done within timeout_s=\d+; still running: rank 1\n", text)
         assert "--- rank 0" not in text
 
     def test_a_stopped_rank_is_killed(self) -> None:
-        with pytest.raises(RanksFailedError, match="no stack: it did not answer"):
-            run_ranks(1, lambda: os.kill(os.getpid(), signal.SIGSTOP), timeout_s=0.3)
+        def stop() -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        text = failure_text(1, stop, "no stack: it did not answer", timeouts_s=(0.3, 3.0, 30.0))
+        assert "killed" in text
 
     def test_a_rank_that_crashes_on_the_way_out(self) -> None:
         def explode(*_: object) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.buckets.plan import BucketSpec, ParameterSpec
-from paceline.torch_private import storage_references
+from paceline.torch_private.autograd import storage_references
 from paceline.types import Reduction
 
 SMALL_BYTES = 128 * 1024
@@ -142,15 +142,14 @@ class Bucket:
             return False
         if self._storage_refs() != self._free_storage_refs:
             return True
-        if max(map(sys.getrefcount, self._views)) <= self._free_view_refs:
+        # By map, as in attach(): no variable refers to a view, which Python 3.14 would not count.
+        counts = list(map(sys.getrefcount, self._views))
+        if max(counts) <= self._free_view_refs:
             return False
-        return any(self._is_slot_held(slot) for slot in self.slots)
-
-    def _is_slot_held(self, slot: Slot) -> bool:
-        # `view` here and the attribute read of `grad` add one reference each.
-        view = slot.view
-        is_grad = slot.parameter.grad is view
-        return not is_grad and sys.getrefcount(view) > self._free_view_refs + 1
+        return any(
+            count > self._free_view_refs and slot.parameter.grad is not slot.view
+            for slot, count in zip(self.slots, counts, strict=True)
+        )
 
     def _storage_refs(self) -> tuple[int, int]:
         """Count who refers to the memory: tensors, and users of the storage object itself."""

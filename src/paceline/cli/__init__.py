@@ -7,23 +7,32 @@ their names and one line about each; it must not import torch, so that ``--help`
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "bench": "measure on this machine: bench hooks, bench hybrid",
+    "run": "run a training script on several ranks, and say which failed first, and why",
+    "scale": "change the number of ranks of an elastic job that runs",
+    "report": "what a run's records say: who slows it down, and why; one HTML page",
+    "verify": "do two runs of a training over shards have the same bits, and what differs first",
+    "doctor": "say what a running job does and who holds it up; check this machine",
+    "bench": "measure on this machine: bench allreduce, ddp, hooks, hybrid, dp",
     "ps": "parameter servers: ps serve, ps stats, ps keys",
-    "demo": "train a small network on handwritten digits, on several ranks of this machine",
+    "demo": "train a small network with torch's DDP and with Paceline, side by side; lose a rank",
 }
 
 EXAMPLE = """\
 example:
-  paceline demo --ranks 2                train with Paceline, see accuracy and step time
-  paceline bench hooks --plot hooks.png  which hook wins at which speed of the link
-  paceline bench hybrid --trainers 2     embedding servers: torch's recipe beside ours
-  paceline ps serve ipc:///tmp/t.sock    a parameter server for embedding tables
-  paceline demo --ranks 2 --plain-torch  the same with torch's own DistributedDataParallel
+  paceline run -n 2 train.py                 run a script on two ranks
+  paceline report RUN --open                 who slows a run down, in which phase, and why
+  paceline verify RUN OTHER                  have two runs over shards the same bits
+  paceline doctor env                        is this machine fit, and what is to be fixed
+  paceline bench ddp --model my.module:make  your own model: what to change, and what it gains
+  paceline bench hooks --plot hooks.png      which hook wins at which speed of the link
+  paceline ps serve ipc:///tmp/t.sock        a parameter server for embedding tables
+  paceline demo                              torch and Paceline side by side, and a rank that dies
 """
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
@@ -54,6 +63,28 @@ def _run(words: list[str]) -> int:
         )
         if name == chosen:
             importlib.import_module(f"paceline.cli.{name}").add_arguments(subparser)
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        print(_no_such_option(_chosen(parser, args), unknown[0]), file=sys.stderr)
+        return 2
     code: int = importlib.import_module(f"paceline.cli.{args.command}").run(args)
     return code
+
+
+def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the subcommand, or of its subcommand."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return _chosen(action.choices[getattr(args, action.dest)], args)
+    return parser
+
+
+def _no_such_option(parser: argparse.ArgumentParser, word: str) -> str:
+    """Say it in a line, with the option that was probably meant."""
+    what = "option" if word.startswith("-") else "argument"
+    name = word.partition("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; {parser.prog} --help lists them"
+    after = parser.get_default("after_unknown_option") or ""
+    return f"{parser.prog}: there is no {what} {name}{after}{hint}"

@@ -1,7 +1,7 @@
-"""``paceline demo``: the argument parsing, the start of the ranks, and the table at the end.
+"""``paceline demo``: the same training with torch's DDP and with Paceline's, and a rank that dies.
 
-What the ranks do is in :mod:`paceline.cli.demo_training`, which is imported late because it brings
-torch with it.
+The options, the start of the ranks, and what is shown. What the ranks do is in
+:mod:`paceline.cli.demo_training`, which is imported late because it brings torch with it.
 """
 
 from __future__ import annotations
@@ -10,91 +10,104 @@ import argparse
 import contextlib
 import importlib.util
 import os
-import signal
 import sys
-from collections.abc import Iterator
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
 
+from paceline.cli.bench.harness.options import describe, positive
+from paceline.cli.fork_server import start_fork_server
 from paceline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from paceline.cli.demo_training import Digits, Outcome
+    from paceline.cli.demo_training import Digits, Note, Outcome
 
-MIN_ACCURACY = 0.97
+MIN_ACCURACY = 0.93
 TIMEOUT_S = 600.0
-KIB, MIB = 1024, 1024 * 1024
+SURVIVORS_S = 20.0
+"""How long survivors may take to say something; then they are ended."""
+WIDTH = 100
+MIB = 1024 * 1024
+EXAMPLE = """\
+paceline demo
+paceline demo --ranks 3 --epochs 2"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``paceline demo``."""
-    parser.add_argument("--ranks", type=_positive, default=2, help="processes (default: 2)")
-    parser.add_argument("--epochs", type=_positive, default=30, help="default: 30")
+    describe(parser, EXAMPLE)
+    parser.add_argument("--ranks", type=positive, default=2, help="of each wrapper (default: 2)")
+    parser.add_argument("--epochs", type=positive, default=4, help="default: 4")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument(
-        "--plain-torch",
-        action="store_true",
-        help="use torch's DistributedDataParallel instead, for comparison",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train and print what came out; 1 if the network did not learn enough, or a rank failed."""
+    """Train, kill a rank, and print what came out; 1 if a network did not learn enough."""
+    if importlib.util.find_spec("sklearn") is None:
+        text = "the digits come with scikit-learn, which is missing: pip install scikit-learn"
+        print(f"paceline demo: {text}", file=sys.stderr)
+        return 2
+    from paceline.testing import RanksFailedError
+
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
     try:
-        outcome = _train(args, console)
+        start_fork_server()
+        outcomes = _train(args, console)
+        notes = {outcome.wrapper: _lose_a_rank(outcome.wrapper, args.ranks) for outcome in outcomes}
+        console.print(_table(args, outcomes, notes))
+        if args.ranks > 1:
+            _show_last_words(args.ranks, notes, console)
     except ConfigurationError as error:
         print(f"paceline demo: {error}", file=sys.stderr)
         return 2
-    console.print(_table(outcome, args))
-    if outcome.accuracy < MIN_ACCURACY:
+    except RanksFailedError as error:
+        print(f"paceline demo: {error}", file=sys.stderr)
+        return 1
+    finally:
+        Console(stderr=True).show_cursor(True)  # rank 0 hides it, and may have been killed
+    if min(each.accuracy for each in outcomes) < MIN_ACCURACY:
         console.print(f"[red]accuracy is below {MIN_ACCURACY:.0%}[/red]: try more --epochs")
         return 1
     return 0
 
 
-def _train(args: argparse.Namespace, console: Console) -> Outcome:
-    _require_sklearn()
-    from paceline.cli.demo_training import Recipe, train
-    from paceline.testing import run_ranks, warm_up
+def _ranks(count: int) -> str:
+    return f"{count} rank{'' if count == 1 else 's'}"
 
-    with _ctrl_c_ignored():
-        warm_up()
+
+def _threads(ranks: int) -> int:
+    """One wrapper's ranks compute at a time."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _train(args: argparse.Namespace, console: Console) -> list[Outcome]:
+    """Return the outcome of the first rank of each wrapper."""
+    from paceline.cli.demo_training import WRAPPERS, Recipe, train
+    from paceline.testing import run_ranks
+
     digits = _load_digits(args.seed)
-    recipe = Recipe(epochs=args.epochs, seed=args.seed, plain_torch=args.plain_torch)
     console.print(
-        f"Training on {len(digits.train_labels)} images of handwritten digits, {args.ranks} ranks."
+        f"Training on {len(digits.train_labels)} images of handwritten digits: "
+        f"{_ranks(args.ranks)} with torch's DDP,\n{_ranks(args.ranks)} with Paceline's, in turn.",
+        highlight=False,
     )
-    threads = max(1, (os.cpu_count() or 1) // args.ranks)
-    try:
-        outcomes = run_ranks(
-            args.ranks, train, digits, recipe, timeout_s=TIMEOUT_S, threads=threads
-        )
-    finally:
-        console.show_cursor(True)  # rank 0 hides it while it draws, and may have been killed
-    return outcomes[0]
-
-
-@contextlib.contextmanager
-def _ctrl_c_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment; processes started meanwhile ignore it for good.
-
-    Otherwise the fork server answers it with a traceback while it imports torch.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _require_sklearn() -> None:
-    if importlib.util.find_spec("sklearn") is None:
-        raise ConfigurationError(
-            "the digits come with scikit-learn, which is missing: pip install scikit-learn"
-        )
+    recipe = Recipe(args.ranks, args.epochs, args.seed)
+    found = run_ranks(
+        args.ranks * len(WRAPPERS),
+        train,
+        digits,
+        recipe,
+        timeout_s=TIMEOUT_S,
+        threads=_threads(args.ranks),
+    )
+    return found[:: args.ranks]
 
 
 def _load_digits(seed: int) -> Digits:
@@ -114,30 +127,64 @@ def _load_digits(seed: int) -> Digits:
     return Digits(images[train], labels[train], images[test], labels[test])
 
 
-def _table(outcome: Outcome, args: argparse.Namespace) -> Table:
-    table = Table(title=f"{outcome.engine}, {args.ranks} ranks", show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+def _table(
+    args: argparse.Namespace, outcomes: list[Outcome], notes: dict[str, list[Note]]
+) -> Table:
+    from paceline.cli.bench.harness.comparison import Comparison
+    from paceline.cli.demo_training import PACELINE, TORCH
+
+    times = Comparison("step", TORCH, {each.wrapper: each.turns_ms for each in outcomes})
+    speed = times.speed(PACELINE)
+    steps = sum(len(turn) for turn in outcomes[0].turns_ms)
+    table = Table(title=f"{_ranks(args.ranks)}, {steps} steps with each")
+    for heading in ("", TORCH, PACELINE, ""):
+        table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
     table.add_row(
-        "accuracy on held-out digits",
-        f"{outcome.accuracy:.2%}  ({outcome.correct} of {outcome.held_out})",
+        "step time, median",
+        *(f"{times.time_ms(each.wrapper).value:.1f} ms" for each in outcomes),
+        escape(f"{speed.value:.2f} x as fast [{speed.low:.2f}, {speed.high:.2f}]"),
     )
-    table.add_row("step time, median", f"{outcome.step_ms:.2f} ms")
-    table.add_row("steps", f"{outcome.steps} in {outcome.train_s:.1f} s")
-    table.add_row("parameters", f"{outcome.parameters:,}")
-    buckets = "" if outcome.buckets is None else f" in {_count(outcome.buckets, 'bucket')}"
-    table.add_row("gradients reduced, each step", f"{outcome.step_bytes / KIB:.1f} KiB{buckets}")
-    table.add_row("gradients travel over", outcome.travelled_over)
-    table.add_row("gradients reduced, in all", f"{outcome.total_bytes / MIB:.1f} MiB per rank")
+    peaks = [max(note.peak_bytes or 0 for note in notes[each.wrapper]) for each in outcomes]
+    if all(peaks):
+        theirs, ours = peaks
+        cells = (f"{peak / MIB:.0f} MiB" for peak in peaks)
+        table.add_row("memory above the weights, peak", *cells, f"{ours / theirs - 1:+.0%}")
+    table.add_row("accuracy on held-out digits", *(f"{o.accuracy:.1%}" for o in outcomes), "")
+    table.add_row("gradients travel over", *(each.travelled_over for each in outcomes), "")
     return table
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _show_last_words(ranks: int, notes: dict[str, list[Note]], console: Console) -> None:
+    console.print(
+        f"Then rank {ranks - 1} was killed (SIGKILL) in the middle of a backward. "
+        f"{'Rank 0 raised' if ranks == 2 else 'The others raised'}:",
+        highlight=False,
+    )
+    for wrapper, found in notes.items():
+        lines = [
+            f"rank {note.rank}, {note.at_s:.2f} s later: {note.text}"
+            for note in found
+            if note.at_s is not None
+        ]
+        text = "\n".join(lines) or f"nothing within {SURVIVORS_S:g} s"
+        console.print(Panel(escape(text), title=wrapper, title_align="left"), highlight=False)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+def _lose_a_rank(wrapper: str, ranks: int) -> list[Note]:
+    """Run ranks of which one dies; return their memory, and what the others say."""
+    from paceline.cli.demo_training import lose_a_rank, read_notes
+    from paceline.testing import RanksFailedError, run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="paceline-demo-") as name:
+        folder = Path(name)
+        with contextlib.suppress(RanksFailedError):  # one is meant to die; notes tell the rest
+            run_ranks(
+                ranks,
+                lose_a_rank,
+                wrapper,
+                folder,
+                timeout_s=TIMEOUT_S,
+                grace_s=SURVIVORS_S,
+                threads=_threads(ranks),
+            )
+        return read_notes(folder)

@@ -1,35 +1,42 @@
-"""What each rank of ``paceline demo`` does: an ordinary DDP training script.
+"""What each rank of ``paceline demo`` does: an ordinary DDP training, and one that is killed.
 
-Called in the ranks by :mod:`paceline.cli.demo`. Rank 0 also draws the progress.
+Called in the ranks by :mod:`paceline.cli.demo`. torch's DDP and Paceline's have rank sets of their
+own, which take turns of a few steps, so that the ratio of their step times is fair.
 """
 
 from __future__ import annotations
 
-import contextlib
-import statistics
+import gc
+import itertools
+import json
+import os
+import signal
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from paceline import DistributedDataParallel
+from paceline.cli.bench.harness import malloc
+from paceline.cli.bench.harness.progress import RoundBar
+from paceline.cli.bench.harness.rank_sets import RankSets
+from paceline.cli.bench.harness.resident import reset_high_water_mark, resident_bytes
 
+TORCH, PACELINE = "torch DDP", "Paceline"
+WRAPPERS = {TORCH: nn.parallel.DistributedDataParallel, PACELINE: DistributedDataParallel}
 BATCH = 64  # over all ranks
-PLAIN_LINES = 6  # how many lines of progress there are when nobody watches live
+TURN = 6  # steps
+RETURNED_ABOVE_BYTES = 64 * 1024
+KILLED = "killed"
 
 
 @dataclass(frozen=True)
@@ -44,163 +51,204 @@ class Digits:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train."""
+    """How to train: the same with both wrappers."""
 
+    ranks: int
     epochs: int
     seed: int
-    plain_torch: bool
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank brings home; everything but the times is the same on every rank."""
+    """What a rank brings home.
 
-    engine: str
-    correct: int
-    held_out: int
-    parameters: int
-    steps: int
-    train_s: float
-    step_ms: float
-    step_bytes: int
-    total_bytes: int
-    buckets: int | None
+    Attributes:
+        wrapper: A key of :data:`WRAPPERS`.
+        accuracy: The part of the held-out images that is recognised; the same on every rank.
+        turns_ms: Milliseconds of each step, by turn.
+        travelled_over: What gradients travelled over.
+    """
+
+    wrapper: str
+    turns_ms: list[list[float]]
+    accuracy: float
     travelled_over: str
-
-    @property
-    def accuracy(self) -> float:
-        """The part of the held-out images that were recognised."""
-        return self.correct / self.held_out
 
 
 def train(digits: Digits, recipe: Recipe) -> Outcome:
-    """Train this rank's share, evaluate together, and return what happened."""
+    """Train in turn with the other wrapper's ranks, evaluate, and return what happened."""
+    sets = RankSets(recipe.ranks, list(WRAPPERS))
     torch.manual_seed(recipe.seed)
-    wrap = nn.parallel.DistributedDataParallel if recipe.plain_torch else DistributedDataParallel
-    model = wrap(_network())
-    start_s = time.perf_counter()
-    step_times_s = _fit(model, digits, recipe)
-    train_s = time.perf_counter() - start_s
-    correct = _count_correct(model, digits)
-    step_bytes, total_bytes, buckets = _reduced(model, len(step_times_s))
+    model = WRAPPERS[sets.name](_network(), process_group=sets.group)
     return Outcome(
-        engine="torch DDP" if recipe.plain_torch else "Paceline",
-        correct=correct,
-        held_out=len(digits.test_labels),
-        parameters=sum(p.numel() for p in model.parameters()),
-        steps=len(step_times_s),
-        train_s=train_s,
-        step_ms=statistics.median(step_times_s) * 1e3,
-        step_bytes=step_bytes,
-        total_bytes=total_bytes,
-        buckets=buckets,
+        wrapper=sets.name,
+        turns_ms=_fit(model, digits, recipe, sets),
+        accuracy=_accuracy(model, digits),
         travelled_over=_travelled_over(model),
     )
 
 
 def _network() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Dropout(0.3),
-        nn.Linear(64 * 4 * 4, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
+    """9 MB of gradients in 22 parameters."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width, following in pairwise((64, 768, 768, 768, 768, 768)):
+        layers += [nn.Linear(width, following), nn.LayerNorm(following), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(768, 10))
 
 
-def _fit(model: nn.Module, digits: Digits, recipe: Recipe) -> list[float]:
-    """Train, and return the seconds that each step took."""
+def _fit(model: nn.Module, digits: Digits, recipe: Recipe, sets: RankSets) -> list[list[float]]:
+    """Train turn by turn; return the milliseconds of each step."""
     data = TensorDataset(digits.train_images, digits.train_labels)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(
-        data, seed=recipe.seed
+        data, num_replicas=recipe.ranks, rank=sets.rank, seed=recipe.seed
     )
-    loader = DataLoader(data, batch_size=max(1, BATCH // dist.get_world_size()), sampler=sampler)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=4e-3, total_steps=recipe.epochs * len(loader)
-    )
-    times_s: list[float] = []
-    with _progress(recipe.epochs * len(loader)) as progress:
-        for epoch in range(recipe.epochs):
-            sampler.set_epoch(epoch)
-            for images, labels in loader:
-                start_s = time.perf_counter()
-                loss = F.cross_entropy(model(images), labels)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                times_s.append(time.perf_counter() - start_s)
-                schedule.step()
-                progress.update(epoch + 1, loss.item())
-    return times_s
+    loader = DataLoader(data, batch_size=max(1, BATCH // recipe.ranks), sampler=sampler)
+    total = recipe.epochs * len(loader)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=total)
+    batches = _batches(loader, sampler, recipe.epochs)
+    loss_of_turn = float("nan")
+
+    def turn() -> list[float]:
+        nonlocal loss_of_turn
+        times_ms = []
+        for images, labels in itertools.islice(batches, TURN):
+            start_s = time.perf_counter()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times_ms.append((time.perf_counter() - start_s) * 1e3)
+            schedule.step()
+            loss_of_turn = loss.item()
+        return times_ms
+
+    turns_ms: list[list[float]] = []
+    with RoundBar("training", -(-total // TURN), is_shown=dist.get_rank() == 0) as bar:
+        for number in range(bar.rounds):
+            names = list(WRAPPERS)[:: 1 if number % 2 else -1]
+            turns_ms += [found for name in names if (found := sets.on_turn(name, turn))]
+            bar.advance(f"loss {loss_of_turn:.3f}")
+    return turns_ms
 
 
-def _count_correct(model: nn.Module, digits: Digits) -> int:
-    """Count over all ranks; each looks at its own part of the held-out images."""
-    mine = slice(dist.get_rank(), None, dist.get_world_size())
+def _batches(
+    loader: DataLoader[tuple[torch.Tensor, ...]],
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]],
+    epochs: int,
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def _accuracy(model: nn.Module, digits: Digits) -> float:
     model.eval()
     with torch.no_grad():
-        guesses = model(digits.test_images[mine]).argmax(dim=1)
-    correct = (guesses == digits.test_labels[mine]).sum()
-    dist.all_reduce(correct)
-    return int(correct)
-
-
-def _reduced(model: nn.Module, steps: int) -> tuple[int, int, int | None]:
-    """Return the bytes reduced in a step and in all, and in how many buckets if that is known."""
-    if isinstance(model, DistributedDataParallel):
-        stats = model.stats()
-        return sum(b.bytes for b in stats.buckets), stats.reduced_bytes, len(stats.buckets)
-    step_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    return step_bytes, step_bytes * steps, None
+        guesses = model(digits.test_images).argmax(dim=1)
+    return float((guesses == digits.test_labels).float().mean())
 
 
 def _travelled_over(model: nn.Module) -> str:
     if not isinstance(model, DistributedDataParallel):
-        return f"c10d:{dist.get_backend()}"
-    stats = model.stats()
-    return "shared memory" if stats.transport == "shm" else stats.transport
+        return dist.get_backend()
+    transport = model.stats().transport
+    return "shared memory" if transport == "shm" else transport
 
 
-class _Bar:
-    """Shows progress: a live bar on a terminal, else a few plain lines, on other ranks nothing."""
-
-    def __init__(self, total_steps: int, progress: Progress | None) -> None:
-        self._progress = progress
-        self._total = total_steps
-        self._done = 0
-        self._every = max(1, total_steps // PLAIN_LINES)
-        if progress is not None:
-            self._task = progress.add_task("", total=total_steps, loss=float("nan"), epoch=1)
-
-    def update(self, epoch: int, loss: float) -> None:
-        """Count one step."""
-        self._done += 1
-        if self._progress is None:
-            return
-        self._progress.update(self._task, completed=self._done, loss=loss, epoch=epoch)
-        is_due = self._done % self._every == 0 or self._done == self._total
-        if is_due and not self._progress.console.is_terminal:
-            print(f"epoch {epoch}, step {self._done} of {self._total}, loss {loss:.4f}", flush=True)
+# --- memory, and a rank that is killed -----------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _progress(total_steps: int) -> Iterator[_Bar]:
-    if dist.get_rank() != 0:
-        yield _Bar(total_steps, None)
+@dataclass(frozen=True)
+class Note:
+    """What a rank leaves behind in a folder; written before and after a rank is killed.
+
+    Attributes:
+        rank: Which one.
+        peak_bytes: The most memory above the weights, for three steps; None where the kernel does
+            not tell.
+        at_s: When it raised, on the clock that all processes share; None as long as it has not.
+        text: What it raised.
+    """
+
+    rank: int
+    peak_bytes: int | None = None
+    at_s: float | None = None
+    text: str = ""
+
+
+def lose_a_rank(wrapper: str, folder: Path) -> None:
+    """Train for a few steps, note the memory; then the last rank is killed in a backward.
+
+    Processes of its own: malloc returns every block at once here, so that resident memory is what
+    lives, and steps are slow. With one rank nobody is killed.
+    """
+    rank, victim = dist.get_rank(), dist.get_world_size() - 1
+    malloc.return_memory(RETURNED_ABOVE_BYTES)
+    steps = _Steps(wrapper, nn.Linear(64, 10))  # imports and thread pools are not counted
+    steps.run(3)
+    network = _network()
+    gc.collect()
+    base_bytes = _memory_bytes("VmRSS", rank)
+    steps = _Steps(wrapper, network)
+    steps.run(3)
+    peak_bytes = _memory_bytes("VmHWM", rank)
+    if base_bytes is not None and peak_bytes is not None:
+        peak_bytes -= base_bytes
+    _write(folder, Note(rank, peak_bytes))
+    if victim == 0:
         return
-    console = Console()
-    columns = (
-        TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield _Bar(total_steps, progress)
+    try:
+        steps.run(1, die=(lambda: _die(folder)) if rank == victim else None)
+        steps.run(1)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        _write(folder, Note(rank, peak_bytes, time.monotonic(), text))
+
+
+class _Steps:
+    """The steps of a training whose data does not matter."""
+
+    def __init__(self, wrapper: str, module: nn.Module) -> None:
+        self._model = WRAPPERS[wrapper](module)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, momentum=0.9)
+
+    def run(self, count: int, die: Callable[[], None] | None = None) -> None:
+        """Train; ``die`` is called in the middle of the backward."""
+        for _ in range(count):
+            loss = self._model(torch.ones(8, 64)).square().mean()
+            if die is not None:
+                loss.register_hook(lambda gradient: die())
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def _memory_bytes(name: str, rank: int) -> int | None:
+    if sys.platform != "linux":
+        return None
+    found = resident_bytes(name, rank)
+    reset_high_water_mark()
+    return found
+
+
+def _die(folder: Path) -> None:
+    (folder / KILLED).write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _write(folder: Path, note: Note) -> None:
+    part = folder / f"{note.rank}.part"
+    part.write_text(json.dumps(asdict(note)))
+    part.rename(folder / f"{note.rank}.json")
+
+
+def read_notes(folder: Path) -> list[Note]:
+    """Return what the ranks noted, in their order; ``at_s`` counts from the kill."""
+    notes = [Note(**json.loads(file.read_text())) for file in folder.glob("*.json")]
+    killed = folder / KILLED
+    killed_s = float(killed.read_text()) if killed.exists() else 0.0
+    return [
+        note if note.at_s is None else replace(note, at_s=note.at_s - killed_s)
+        for note in sorted(notes, key=lambda note: note.rank)
+    ]

@@ -16,7 +16,7 @@ from paceline.ps.server.options import add_serve_arguments, settings_from
 KEYS_EXAMPLE = """\
 example:
   paceline ps keys keys                  keys/server for the server, keys/client for trainers
-  paceline ps keys keys --client evening one more client, which the same server lets in
+  paceline ps keys keys --client evening  one more client, which the same server lets in
 """
 STATS_EXAMPLE = """\
 example:

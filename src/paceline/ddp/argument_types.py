@@ -23,6 +23,7 @@ FLAGS = (
     "batched_grad_copy",
     "broadcast_buffers",
     "forward_sync_buffers",
+    "lazy_bucket_allocation",
 )
 """Arguments that are true or false; None is false, as in torch, or the default."""
 
@@ -39,6 +40,9 @@ def check_types(arguments: Mapping[str, Any]) -> None:
         if value is not None and not _is_flag(value):
             raise _wrong(name, value, "True or False", f"{name}=True")
     _check_sizes(arguments["bucket_cap_mb"], arguments["bucket_cap_mb_list"])
+    interval = arguments["check_every"]
+    if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool)):
+        raise _wrong("check_every", interval, "None or a number of steps", "check_every=100")
     device_ids = arguments["device_ids"]
     if device_ids is not None and not _is_list(device_ids):
         raise _wrong("device_ids", device_ids, "None or a list of one device", "device_ids=[0]")

@@ -6,8 +6,9 @@ Pure checks, called by the wrapper before it does anything else.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import UninitializedParameter
 
-from paceline.config import NonFinite
+from paceline.config import TRANSPORT_VARIABLE, NonFinite, TransportChoice, parse_choice
 from paceline.errors import (
     ConfigurationError,
     GroupNotReadyError,
     MeshError,
     UntrainableModuleError,
 )
-from paceline.torch_private import default_group, device_index, knows_sync_batch_norm
+from paceline.torch_private.groups import default_group
+from paceline.torch_private.modules import device_index, knows_sync_batch_norm
 
 # Bound at import: torch's own tests put our class in the place of that name.
 _TORCHS_NORM = torch.nn.SyncBatchNorm.forward
@@ -170,9 +172,14 @@ class BufferArguments:
 
 
 def choose_buffers(
-    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, shards: object = None
 ) -> BufferArguments:
-    """Translate the new argument and the deprecated one, with torch's warnings."""
+    """Translate the new argument and the deprecated one, with torch's warnings.
+
+    With shards, buffers are combined after each loop over them.
+    """
+    if shards is not None:
+        return BufferArguments(in_forward=False, at_construction=broadcast_buffers is not False)
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
             _deprecate(
@@ -190,34 +197,53 @@ def choose_buffers(
     return BufferArguments(broadcast_buffers, at_construction=broadcast_buffers)
 
 
-def warn_check_reduction() -> None:
-    """``check_reduction`` has had no effect for years."""
-    _deprecate("`check_reduction` is deprecated and has no effect. Leave it out.")
+def choose_interval(check_every: int | None) -> int:
+    """Translate ``check_every``; 0 stands for never.
+
+    Raises:
+        ConfigurationError: If it is no interval.
+    """
+    if check_every is None:
+        return 0
+    if check_every < 1:
+        raise ConfigurationError(
+            f"check_every={check_every} is no interval. Pass a number of steps, for example "
+            "check_every=100, or leave it out to compare never."
+        )
+    return check_every
+
+
+def warn_check_reduction(check_reduction: bool) -> None:
+    """Warn of an argument that has had no effect for years."""
+    if check_reduction:
+        _deprecate("`check_reduction` is deprecated and has no effect. Leave it out.")
 
 
 def _deprecate(message: str) -> None:
     warnings.warn(message, FutureWarning, stacklevel=4)
 
 
-def check_delay_pair(delayed: Any, trigger: Any) -> None:
-    """Raise ConfigurationError if only one of the two arguments for delayed parameters is given."""
-    if (delayed is None) != (trigger is None):
+def check_delayed(given: Mapping[str, Any]) -> None:
+    """Refuse settings that delayed parameters, which are averaged apart, could not follow.
+
+    Args:
+        given: The constructor's arguments, by their names.
+
+    Raises:
+        ConfigurationError: If there is one, or if only one of the two arguments for delayed
+            parameters is given.
+    """
+    delayed = given["delay_all_reduce_named_params"]
+    if (delayed is None) != (given["param_to_hook_all_reduce"] is None):
         raise ConfigurationError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
             "same time: the second says when the first are reduced. Give both, or neither."
         )
-
-
-def check_delayable(nonfinite: str, mixed_precision: object) -> None:
-    """Refuse settings that delayed parameters, which are averaged apart, could not follow.
-
-    Raises:
-        ConfigurationError: If there is one.
-    """
+    nonfinite = given["nonfinite"]
     other = f"nonfinite={nonfinite!r}" if nonfinite != NonFinite.IGNORE.value else ""
-    if mixed_precision is not None:
+    if given["mixed_precision"] is not None:
         other = "mixed_precision"
-    if other:
+    if delayed is not None and other:
         raise ConfigurationError(
             f"{other} and delay_all_reduce_named_params exclude each other: delayed gradients are "
             "averaged apart from the others, in the parameters' own dtype, before anybody knows "
@@ -232,3 +258,15 @@ def prepare_mesh(module: torch.nn.Module, device_mesh: Any) -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     _pre_dp_module_transform(module)
+
+
+def choose_transport(transport: str) -> TransportChoice:
+    """What the argument says; ``"auto"`` leaves it to the environment, if that says something.
+
+    Raises:
+        ConfigurationError: Neither is known.
+    """
+    if transport != TransportChoice.AUTO.value:
+        return parse_choice(TransportChoice, "transport", transport)
+    found = os.environ.get(TRANSPORT_VARIABLE) or transport
+    return parse_choice(TransportChoice, TRANSPORT_VARIABLE, found)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from paceline.buckets import BucketPlan
+from paceline.ddp.state_names import StateNames
+from paceline.errors import ConfigurationError
 from paceline.observe import StepClock
 
 if TYPE_CHECKING:
@@ -142,3 +144,36 @@ class LoggingData:
         mean = self.values.get(f"avg_{key}", 0)
         self.values[key] = value
         self.values[f"avg_{key}"] = int(mean + (value - mean) / self._samples)
+
+
+class LoggingNames(StateNames):
+    """torch's names for it; a base of the wrapper."""
+
+    reducer: Reducer | None  # type: ignore[assignment]
+    logger: LoggingData
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return torch's logging keys; ``stats()`` is made for people."""
+        if self.reducer is not None:
+            self.logger.set_progress(self.reducer)
+        return dict(self.logger.values)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Record times in the first ten steps, then in every ``sample_rate``-th."""
+        if not _is_positive(sample_rate):
+            error = ConfigurationError(
+                "DDP runtime logging sample rate should be equal or greater than 1 (which records "
+                f"every step), and it is {sample_rate!r}."
+            )
+            self.logger.set_error(error)
+            raise error
+        self.logger.sample_rate = sample_rate
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        error = err_type(err_msg)
+        self.logger.set_error(error)
+        raise error
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1

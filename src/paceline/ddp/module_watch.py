@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ParametersChangedError
-from paceline.torch_private import is_inside_functional_call
+from paceline.torch_private.autograd import is_inside_functional_call
 
 _requires_grad = attrgetter("requires_grad")
 

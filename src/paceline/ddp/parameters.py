@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from paceline.buckets import ParameterSpec
 from paceline.errors import ConfigurationError
-from paceline.torch_private import TorchDDP
+from paceline.torch_private.modules import TorchDDP
 
 Trainables = tuple[list[ParameterSpec], list[torch.nn.Parameter]]
 

@@ -11,7 +11,7 @@ import copy
 import os
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +20,23 @@ from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES, broadcast_module
 from paceline.ddp.agree.peers import Peers
 from paceline.ddp.features.buffers import Moment, RegisteredBufferHook
 from paceline.ddp.features.join import find_common_rank
-from paceline.ddp.reduce.comm_hook import RegisteredHook, allreduce_mean, fp16_mean
+from paceline.ddp.logging_data import LoggingNames
+from paceline.ddp.manual_finalization import ManualFinalization
+from paceline.ddp.recording import note_group
+from paceline.ddp.reduce.comm_hook import RegisteredHook, builtin_allreduce, builtin_fp16
+from paceline.ddp.without_shards import excludes_shards
 from paceline.errors import (
     AlreadyTrainingError,
     ArgumentTypeError,
     ConfigurationError,
     NotPicklableError,
 )
-from paceline.torch_private import (
+from paceline.torch_private.groups import default_group, is_outside_group
+from paceline.torch_private.modules import (
+    FIRST_BUCKET_BYTES,
     BufferHookLocation,
     BuiltinHookType,
     TorchDDP,
-    default_group,
-    is_outside_group,
 )
 
 if TYPE_CHECKING:
@@ -40,10 +44,13 @@ if TYPE_CHECKING:
 
     from paceline.ddp.features.buffers import BufferSync
     from paceline.ddp.features.delayed import DelayedReduction
-    from paceline.ddp.logging_data import LoggingData
+    from paceline.ddp.features.shard_rounds import ShardRounds
     from paceline.ddp.reduce.reducer import Reducer
     from paceline.ddp.settings import Settings
     from paceline.transport import DeferredTransport
+
+COMPILED_GRAPH_BYTES = 25 * 1024 * 1024
+"""Torch's bucket size, if nobody asks for another."""
 
 _NOT_PICKLED = (
     "process_group",
@@ -56,21 +63,27 @@ _NOT_PICKLED = (
     "_delayed",
     "_forward_pass",
     "_inner",
+    "_shard_rounds",
     "_comm_hooks",
 )
 
 
-class TorchSurface(TorchDDP):
-    """torch's private names, on Paceline's parts."""
+class TorchSurface(LoggingNames, ManualFinalization):
+    """torch's private names, on Paceline's parts.
 
-    reducer: Reducer | None  # type: ignore[assignment]
-    logger: LoggingData
+    Attributes:
+        compiled_graph_bytes: After so many bytes of parameters torch.compile begins a new graph.
+    """
+
+    compiled_graph_bytes: int = COMPILED_GRAPH_BYTES
+    reducer: Reducer | None
     _buffer_sync: BufferSync
     _settings: Settings
     _build_parts: Callable[[], None]
     _make_transport: Callable[[Any], DeferredTransport]
     _set_hook: Callable[[RegisteredHook], None]
     _delayed: DelayedReduction | None
+    _shard_rounds: ShardRounds | None
 
     def _set_torch_attributes(self, settings: Settings) -> None:
         """Set the attributes under which torch's class can be asked about its arguments."""
@@ -84,12 +97,13 @@ class TorchSurface(TorchDDP):
         self.find_unused_parameters = settings.policy.find_unused
         self.static_graph = settings.policy.static_graph
         self.batched_grad_copy = settings.policy.batched_copy
+        self.lazy_bucket_allocation = settings.policy.lazy_buckets
         self.skip_all_reduce_unused_params = settings.policy.skip_unused
         self.mixed_precision = settings.mixed_precision
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self.broadcast_bucket_size = BROADCAST_CHUNK_BYTES
-        self.bucket_bytes_cap = caps.cap_bytes
+        self._bucket_bytes_cap = caps.cap_bytes
         self.bucket_bytes_cap_list = list(caps.listed)
         self.bucket_bytes_cap_default = caps.first_cap_bytes < caps.cap_bytes
         self.use_side_stream_for_tensor_copies = (
@@ -99,6 +113,21 @@ class TorchSurface(TorchDDP):
         self._use_python_reducer = False
         self._ddp_sink_clone = True
         self._forwards = 0
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """How large buckets may be; inside of a forward, how large a compiled graph may be.
+
+        Dynamo asks for it there, and splits what it compiles after so many bytes of parameters.
+        With torch's wrapper these are the buckets: whoever tunes one gets the other.
+        """
+        if TorchDDP._active_ddp_module is self:
+            return max(self.compiled_graph_bytes, FIRST_BUCKET_BYTES)
+        return self._bucket_bytes_cap
+
+    @bucket_bytes_cap.setter
+    def bucket_bytes_cap(self, value: int) -> None:
+        self._bucket_bytes_cap = value
 
     def _require_reducer(self, what: str) -> Reducer:
         if self.reducer is None:
@@ -129,6 +158,7 @@ class TorchSurface(TorchDDP):
             p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore
         ]
         self._build_parts()
+        self._restore_finalization()
 
     def _check_default_group(self) -> None:
         if dist.is_initialized() and self.process_group == default_group():
@@ -172,6 +202,8 @@ class TorchSurface(TorchDDP):
 
         It may return futures; the end of the backward waits for them.
         """
+        if self._shard_rounds is not None:
+            raise excludes_shards("_register_buffer_comm_hook()")
         if not callable(hook):
             raise AssertionError(
                 f"A buffer hook must be callable, got {type(hook).__name__}: {hook!r}. Write "
@@ -203,21 +235,21 @@ class TorchSurface(TorchDDP):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """Register one of torch's two built-in hooks."""
         known = {
-            BuiltinHookType.ALLREDUCE: allreduce_mean,
-            BuiltinHookType.FP16_COMPRESS: fp16_mean,
+            BuiltinHookType.ALLREDUCE: builtin_allreduce,
+            BuiltinHookType.FP16_COMPRESS: builtin_fp16,
         }
         if not isinstance(comm_hook_type, BuiltinHookType):
             raise ArgumentTypeError(
                 f"comm_hook_type is a member of dist.BuiltinCommHookType, not {comm_hook_type!r}. "
                 "Functions are registered with register_comm_hook(state, hook)."
             )
-        make = known[comm_hook_type]
-        self._set_hook(
-            RegisteredHook(make(self.process_group), None, str(comm_hook_type), self.process_group)
-        )
+        group, hook = self.process_group, known[comm_hook_type]
+        self._set_hook(RegisteredHook(hook, group, str(comm_hook_type), group))
 
     def _set_static_graph(self) -> None:
         """Promise that the graph never changes."""
+        if self._shard_rounds is not None:
+            raise excludes_shards("static_graph")
         if self.static_graph:
             warnings.warn(
                 "static_graph is set already; there is no need to set it again.", stacklevel=2
@@ -266,7 +298,14 @@ class TorchSurface(TorchDDP):
         self._peers = Peers(self.process_group, self._transport, self.device)
         self._buffer_sync.transport = self._transport
         if self.reducer is not None:
+            registered = self.reducer.registered
+            if registered.hook is not None:
+                registered.hook = registered.hook.in_group(new_process_group)
             self.reducer.runner.change_group(self._transport, self._peers)
+            if self._shard_rounds is not None:
+                self._shard_rounds.regroup(self._transport.rank, self._transport.world)
+                self.require_backward_grad_sync = True  # a loop may have been left in the middle
+            note_group(self._transport)
 
     # --- join ----------------------------------------------------------------------------------
 
@@ -285,34 +324,6 @@ class TorchSurface(TorchDDP):
     def join_process_group(self) -> dist.ProcessGroup:
         """The group that the join context talks over."""
         return self.process_group
-
-    # --- logging -------------------------------------------------------------------------------
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return torch's logging keys; ``stats()`` is made for people."""
-        if self.reducer is not None:
-            self.logger.set_progress(self.reducer)
-        return dict(self.logger.values)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Record times in the first ten steps, then in every ``sample_rate``-th."""
-        if not _is_positive(sample_rate):
-            error = ConfigurationError(
-                "DDP runtime logging sample rate should be equal or greater than 1 (which records "
-                f"every step), and it is {sample_rate!r}."
-            )
-            self.logger.set_error(error)
-            raise error
-        self.logger.sample_rate = sample_rate
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        error = err_type(err_msg)
-        self.logger.set_error(error)
-        raise error
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1
 
 
 def broadcast_state(ddp: TorchSurface, source: int, *, with_buffers: bool) -> None:

@@ -17,18 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
-from paceline.buckets import BucketCaps
-from paceline.config import (
-    GradientViews,
-    MissingGradients,
-    NonFinite,
-    ReducePolicy,
-    TransportChoice,
-    parse_choice,
-)
+from paceline.config import Shards
 from paceline.ddp import arguments
 from paceline.ddp.agree.attempts import tells_peers
 from paceline.ddp.agree.peers import Peers
+from paceline.ddp.agree.replicas import make_replica_check
 from paceline.ddp.agree.weights import check_weight
 from paceline.ddp.argument_types import check_types
 from paceline.ddp.features.buffers import BufferSync, Moment
@@ -52,32 +45,27 @@ from paceline.ddp.forward_pass import ForwardPass
 from paceline.ddp.logging_data import LoggingData
 from paceline.ddp.module_watch import ModuleWatch
 from paceline.ddp.parameters import find_trainables
+from paceline.ddp.recording import note_error, watch_reducer
 from paceline.ddp.reduce.comm_hook import RegisteredHook, check_hook
+from paceline.ddp.reduce.handover import StepEnds
 from paceline.ddp.reduce.reducer import Reducer
-from paceline.ddp.reduce.step_runner import StepEnds
-from paceline.ddp.settings import Settings
+from paceline.ddp.settings import choose_settings
+from paceline.ddp.sharded import ShardedTraining, choose_shards
 from paceline.ddp.torch_surface import TorchSurface, broadcast_state
 from paceline.errors import HookAlreadyRegisteredError
 from paceline.freed_memory import keep_freed_memory
-from paceline.gloo_threads import settle_gloo_at_exit
+from paceline.gloo_threads import wait_for_gloo_at_exit
 from paceline.observe import DDPStats
-from paceline.torch_private import (
-    JoinByMessages,
-    MixedPrecisionConfig,
-    TorchDDP,
-    compiler_callback,
-    is_profiled,
-    not_compiled,
-    not_compiled_itself,
-)
+from paceline.torch_private.compile import compiler_callback, not_compiled, not_compiled_itself
+from paceline.torch_private.modules import JoinByMessages, MixedPrecisionConfig, TorchDDP
+from paceline.torch_private.profiler import is_profiled
 from paceline.transport import DeferredTransport
 
 
-class DistributedDataParallel(TorchSurface):
+class DistributedDataParallel(ShardedTraining, TorchSurface):
     """Train one model on many ranks: every rank computes on its own data, gradients are averaged.
 
-    Takes torch 2.13's arguments, in torch's order; see torch's documentation for them. What
-    differs:
+    Takes torch 2.15's arguments, in torch's order (see its documentation). What differs:
 
     Args:
         gradient_as_bucket_view: None (the default): gradients are views of the communication
@@ -88,10 +76,14 @@ class DistributedDataParallel(TorchSurface):
             step's gradients become zero on every rank, and ``skipped_steps`` counts it.
         transport: ``"auto"``: ranks of a host reduce in shared memory where that is possible;
             ``"shm"``: that, or an error; ``"c10d"``: the process group. ``stats()`` says which it
-            is and why.
+            is and why. ``PACELINE_TRANSPORT`` in the environment says what ``"auto"`` means.
         missing_gradients: ``"raise"``: a backward that leaves parameters without a gradient
             raises at its end, on every rank, with names. ``"wait"``: torch's timing, for code that
             runs several backward passes of which each brings some gradients.
+        check_every: Every so many steps, compare the ranks' parameters and broadcast buffers; a
+            difference is an error on every rank that names rank and parameter (``docs/drift.md``).
+        shards: Train as so many logical shards, with the same bits at any number of ranks; see
+            :meth:`shards` and ``docs/same-bits.md``. A number, or :class:`paceline.Shards`.
 
     Example::
 
@@ -130,64 +122,56 @@ class DistributedDataParallel(TorchSurface):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         nonfinite: str = "ignore",
         missing_gradients: str = "raise",
         transport: str = "auto",
+        check_every: int | None = None,
+        shards: int | Shards | None = None,
     ) -> None:
-        check_types(locals())
+        given = dict(locals())
+        check_types(given)
         # Not super().__init__(): torch's class would build its own reducer. We are a subclass so
         # that isinstance checks, in torch and elsewhere, hold (docs/decisions/0001).
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.logger = LoggingData()
-        arguments.check_delay_pair(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        if delay_all_reduce_named_params is not None:
-            arguments.check_delayable(nonfinite, mixed_precision)
+        arguments.check_delayed(given)
         self.process_group = arguments.choose_group(process_group, device_mesh)
+        given["shards"] = choose_shards(shards, given)
         self.device_mesh = device_mesh
-        if check_reduction:
-            arguments.warn_check_reduction()
+        arguments.warn_check_reduction(check_reduction)
         arguments.prepare_mesh(module, device_mesh)
         delayed = list(delay_all_reduce_named_params or [])
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore = ignored | {name for name, _ in delayed}
-        everything = [p for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        arguments.check_parameters(everything, some_delayed=bool(delayed))
-        arguments.check_norms(module)
-        on_devices = everything or [parameter for _, parameter in delayed]
-        self._settings = Settings(
-            policy=ReducePolicy(
-                views=GradientViews.from_argument(gradient_as_bucket_view),
-                find_unused=bool(find_unused_parameters),
-                static_graph=bool(static_graph),
-                skip_unused=bool(skip_all_reduce_unused_params),
-                nonfinite=parse_choice(NonFinite, "nonfinite", nonfinite),
-                missing=parse_choice(MissingGradients, "missing_gradients", missing_gradients),
-                batched_copy=bool(batched_grad_copy),
-            ),
-            caps=BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list),
-            placement=arguments.choose_placement(on_devices, device_ids, output_device),
-            buffers=arguments.choose_buffers(broadcast_buffers, forward_sync_buffers),
-            mixed_precision=mixed_precision,
-            transport=parse_choice(TransportChoice, "transport", transport),
-        )
+        self._find_parameters(module, {name for name, _ in delayed})
+        late = [parameter for _, parameter in delayed]
+        buffers = arguments.choose_buffers(broadcast_buffers, forward_sync_buffers, shards)
+        self._settings = choose_settings(given, self._module_parameters or late, buffers)
         self.module = module
         self.dim = dim
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self._set_torch_attributes(self._settings)
-        self._module_parameters = everything
         self._delayed = None
         self._build_parts()
         if init_sync:
             self._start_equal()
         if delayed and param_to_hook_all_reduce is not None:
             self._delayed = DelayedReduction(
-                [parameter for _, parameter in delayed],
+                late,
                 param_to_hook_all_reduce,
                 self._transport,
                 is_synced=lambda: self.require_backward_grad_sync,
             )
+
+    def _find_parameters(self, module: torch.nn.Module, delayed: set[str]) -> None:
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored | delayed
+        self._module_parameters = [
+            p for n, p in module.named_parameters() if n not in self.parameters_to_ignore
+        ]
+        arguments.check_parameters(self._module_parameters, some_delayed=bool(delayed))
+        arguments.check_norms(module)
 
     # --- parts ---------------------------------------------------------------------------------
 
@@ -204,7 +188,7 @@ class DistributedDataParallel(TorchSurface):
         )
         if any(parameter.device.type == "cpu" for parameter in parameters):
             keep_freed_memory()
-        settle_gloo_at_exit()
+        wait_for_gloo_at_exit()
         self._transport = self._make_transport(self.process_group)
         self._peers = Peers(self.process_group, self._transport, self.device)
         self._buffer_sync = BufferSync(self.module, self.parameters_to_ignore, self._transport)
@@ -212,6 +196,7 @@ class DistributedDataParallel(TorchSurface):
         self._inner = find_wrappers(self.module)
         swap = None if precision is None else PrecisionSwap(precision, self.module)
         optimizers = OptimizersInBackward()
+        sums = self._make_shard_sums(settings.policy.shards)
         self.reducer: Reducer | None = None
         foreign = None
         if parameters:
@@ -224,11 +209,15 @@ class DistributedDataParallel(TorchSurface):
                 self._peers,
                 access=PrecisionAccess(swap, settings.policy.views) if swap else None,
                 ends=StepEnds(optimizers, swap.leave if swap else None),
-                on_error=self.logger.set_error,
+                on_error=partial(note_error, self.logger.set_error),
+                replicas=make_replica_check(self),
+                shards=sums,
             )
+            watch_reducer(self.reducer, self._transport, self.module)
             foreign = ForeignGuard(self, self.reducer, ours=DistributedDataParallel)
             self.logger.set_construction(self, self.reducer)
         watch = ModuleWatch(self.module, self.parameters_to_ignore, parameters)
+        self._make_shard_rounds(sums)
         self._forward_pass = ForwardPass(self.reducer, swap, watch, foreign, optimizers)
 
     def _make_transport(self, group: dist.ProcessGroup) -> DeferredTransport:
@@ -314,6 +303,7 @@ class DistributedDataParallel(TorchSurface):
         The forward must be inside the context too. Contexts may be nested. Wrappers inside of the
         module do the same.
         """
+        self._refuse_with_shards("no_sync()")
         with without_sync([self, *self._inner]):
             yield
 
@@ -350,6 +340,8 @@ class DistributedDataParallel(TorchSurface):
             HookNotCallableError, HookSignatureError: If the hook cannot be called so.
             HookAlreadyRegisteredError: If there is one already.
         """
+        if self._casts_shards(state, hook):
+            return
         try:
             name = check_hook(hook)
             self._set_hook(RegisteredHook(hook, state, name, self.process_group))
@@ -359,6 +351,7 @@ class DistributedDataParallel(TorchSurface):
         self._comm_hooks.append((hook, state))
 
     def _set_hook(self, hook: RegisteredHook) -> None:
+        self._refuse_with_shards("A communication hook")
         self._require_reducer("register_comm_hook()").registered.register_hook(hook)
         self.logger.set("comm_hook", hook.name)
 
@@ -368,7 +361,7 @@ class DistributedDataParallel(TorchSurface):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Return a context for uneven inputs: ranks that run out early keep the others company.
+        """Return a context for uneven inputs: ranks that run out early still take part.
 
         Args:
             divide_by_initial_world_size: Divide gradients by the world size throughout; otherwise
@@ -376,6 +369,7 @@ class DistributedDataParallel(TorchSurface):
             enable: False turns the context off, for inputs known to be even.
             throw_on_early_termination: Raise on every rank as soon as one runs out of inputs.
         """
+        self._refuse_with_shards("join()")
         if enable:
             check_mirrored(self)
         return JoinByMessages(

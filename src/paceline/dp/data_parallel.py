@@ -29,7 +29,7 @@ from paceline.dp.parallel_apply import parallel_apply
 from paceline.dp.replicate import adopt_buffers, replicate, walk
 from paceline.dp.scatter_gather import gather, scatter_kwargs
 from paceline.errors import PlacementError, SharedWriteError
-from paceline.torch_private import not_compiled
+from paceline.torch_private.compile import not_compiled
 
 M = TypeVar("M", bound=nn.Module)
 

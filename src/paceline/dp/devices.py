@@ -105,7 +105,7 @@ def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-class Place:
+class DeviceScope:
     """Where one replica runs: a device, and the stream that its caller uses on it."""
 
     __slots__ = ("_stream", "device")
@@ -117,7 +117,7 @@ class Place:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Run on this place, from whatever thread."""
+        """Run on this device and stream, from whatever thread."""
         if self._stream is None:
             yield
             return

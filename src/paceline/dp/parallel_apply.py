@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline.dp.containers import first_tensor
-from paceline.dp.devices import CPU, DeviceLike, Place, accelerator_type, parse_device
+from paceline.containers import first_tensor
+from paceline.dp.devices import CPU, DeviceLike, DeviceScope, accelerator_type, parse_device
 from paceline.dp.replica_threads import POOL, Job, Outcome
 from paceline.dp.thread_state import ThreadState, divide_intraop_threads, in_callers_context
 from paceline.errors import PacelineError, ReplicaCountError
@@ -78,12 +78,12 @@ def _choose_device(device: DeviceLike | None, arguments: Any) -> torch.device:
 def _call(
     module: Callable[..., Any], arguments: Any, kwargs: dict[str, Any], device: torch.device
 ) -> Job:
-    place = Place(device)
+    scope = DeviceScope(device)
     # A tensor alone is one argument, not a row of them.
     args = arguments if isinstance(arguments, (list, tuple)) else (arguments,)
 
     def call() -> Any:
-        with place.entered():
+        with scope.entered():
             return module(*args, **kwargs)
 
     return call
@@ -105,9 +105,9 @@ def _run_on_threads(
     state = ThreadState.capture()
     calls = map(_call, modules, inputs, kwargs, devices)
     jobs = [in_callers_context(_under(state, call)) for call in calls]
-    with POOL.lend(len(jobs)) as crew:
-        divide_intraop_threads(crew, devices)
-        return crew.run(jobs)
+    with POOL.lend(len(jobs)) as threads:
+        divide_intraop_threads(threads, devices)
+        return threads.run(jobs)
 
 
 def _under(state: ThreadState, call: Job) -> Job:

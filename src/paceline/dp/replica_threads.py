@@ -1,15 +1,14 @@
-"""Threads that stay: a crew runs the replicas of one forward, and is there for the next.
+"""Threads that stay: they run the replicas of one forward, and are there for the next.
 
 Called by :mod:`paceline.dp.parallel_apply`. Knows nothing about torch, devices or modules: a job is
 a function without arguments.
 
-[Note: lives of a crew]
-A crew has one thread per replica, so replica i is always run by the same thread and finds its
-OpenMP threads and caches warm. :data:`POOL` lends a crew to one caller at a time: callers on
-several threads, and wrappers inside of wrappers, each get their own. A crew that nobody has
-borrowed for :data:`IDLE_S` ends itself, so no thread outlives its use and there is nothing to
-close. A forked child starts without crews. What is left at the exit of the interpreter is ended
-there.
+[Note: how long replica threads live]
+A set of threads has one for each replica, so replica i is always run by the same thread and finds
+its OpenMP threads and caches warm. :data:`POOL` lends a set to one caller at a time: callers on
+several threads, and wrappers inside of wrappers, each get their own. A set that nobody has borrowed
+for :data:`IDLE_S` ends itself, so no thread outlives its use and there is nothing to close. A
+forked child starts without any. What is left at the exit of the interpreter is ended there.
 
 Nothing here relies on the GIL: queues and one lock carry every hand-over.
 """
@@ -26,7 +25,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 IDLE_S = 1.0
-"""How long a crew waits for work before it ends."""
+"""How long threads wait for work before they end."""
+SIGNAL_CHECK_S = 0.2
+"""How long a caller waits before it looks for signals: one that comes just before a wait does not
+end that wait, and a Ctrl-C would be lost."""
 
 Job = Callable[[], Any]
 Retire = Callable[[], bool]
@@ -90,7 +92,7 @@ class ReplicaThreads:
     def _arguments(
         self, retire: Callable[[ReplicaThreads], bool]
     ) -> Iterator[tuple[SimpleQueue[Order | None], Retire | None]]:
-        """Only the first thread watches the clock: a crew ends as a whole."""
+        """Only the first thread watches the clock: they end as a whole."""
         for inbox in self._inboxes:
             is_first = inbox is self._inboxes[0]
             yield inbox, (lambda: retire(self)) if is_first else None
@@ -111,7 +113,7 @@ class ReplicaThreads:
             for inbox, order in zip(self._inboxes, orders, strict=True):
                 inbox.put(order)
             for _ in orders:
-                done.get()
+                _wait_done(done)
         except BaseException:
             self._interrupt()
             raise
@@ -134,6 +136,12 @@ class ReplicaThreads:
         """Wait for the threads, each for at most this long."""
         for thread in self._threads:
             thread.join(timeout_s)
+
+
+def _wait_done(done: SimpleQueue[None]) -> None:
+    while True:
+        with contextlib.suppress(Empty):
+            return done.get(timeout=SIGNAL_CHECK_S)
 
 
 def _work(inbox: SimpleQueue[Order | None], retire: Retire | None) -> None:
@@ -175,12 +183,12 @@ class Pool:
 
     @contextlib.contextmanager
     def lend(self, size: int) -> Iterator[ReplicaThreads]:
-        """Give the caller a crew for itself."""
-        crew = self._take(size)
+        """Give the caller threads for itself."""
+        threads = self._take(size)
         try:
-            yield crew
+            yield threads
         finally:
-            self._give_back(crew)
+            self._give_back(threads)
 
     def _take(self, size: int) -> ReplicaThreads:
         with self._lock:
@@ -189,31 +197,31 @@ class Pool:
                 return waiting.pop()
         return ReplicaThreads(size, self._retire)
 
-    def _give_back(self, crew: ReplicaThreads) -> None:
-        if crew.is_broken:
+    def _give_back(self, threads: ReplicaThreads) -> None:
+        if threads.is_broken:
             return
         with self._lock:
-            self._idle.setdefault(len(crew), []).append(crew)
+            self._idle.setdefault(len(threads), []).append(threads)
 
-    def _retire(self, crew: ReplicaThreads) -> bool:
-        """Take an idle crew out of the pool for good. False: somebody has borrowed it."""
+    def _retire(self, threads: ReplicaThreads) -> bool:
+        """Take idle threads out of the pool for good. False: somebody has borrowed it."""
         with self._lock:
-            waiting = self._idle.get(len(crew), [])
-            if crew not in waiting:
+            waiting = self._idle.get(len(threads), [])
+            if threads not in waiting:
                 return False
-            waiting.remove(crew)
-        crew.dismiss()
+            waiting.remove(threads)
+        threads.dismiss()
         return True
 
     def end_all(self) -> None:
-        """End every idle crew and wait for it."""
+        """End all idle threads and wait for them."""
         with self._lock:
-            crews = [crew for waiting in self._idle.values() for crew in waiting]
+            idle = [threads for waiting in self._idle.values() for threads in waiting]
             self._idle = {}
-        for crew in crews:
-            crew.dismiss()
-        for crew in crews:
-            crew.wait_ended(timeout_s=1.0)
+        for threads in idle:
+            threads.dismiss()
+        for threads in idle:
+            threads.wait_ended(timeout_s=1.0)
 
 
 POOL = Pool()

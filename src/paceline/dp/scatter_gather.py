@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline.dp.containers import (
+from paceline.containers import (
     contents,
     field_names,
     is_dataclass,

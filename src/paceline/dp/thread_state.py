@@ -101,23 +101,23 @@ def shares_of(total: int, devices: Sequence[torch.device]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def divide_intraop_threads(crew: ReplicaThreads, devices: Sequence[torch.device]) -> None:
-    """Give each thread of a crew its share of what the caller may use; cheap if it has it already.
+def divide_intraop_threads(threads: ReplicaThreads, devices: Sequence[torch.device]) -> None:
+    """Give each thread its share of what the caller may use; cheap if it has it already.
 
     ``torch.set_num_threads`` sets the number of its own thread, and what threads begin with that
     have not computed yet. The latter is put back at once.
     """
     total = torch.get_num_threads()
     shares = shares_of(total, devices)
-    if crew.shares == shares:
+    if threads.shares == shares:
         return
     try:
-        for outcome in crew.run([_setter(share) for share in shares]):
+        for outcome in threads.run([_setter(share) for share in shares]):
             if outcome.error is not None:
                 raise outcome.error
     finally:
         torch.set_num_threads(total)
-    crew.shares = shares
+    threads.shares = shares
 
 
 def _setter(share: int) -> Callable[[], None]:

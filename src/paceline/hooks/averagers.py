@@ -18,7 +18,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigurationError
 from paceline.hooks.interface import group_of
 from paceline.liveness import watch_of
-from paceline.torch_private import is_outside_group
+from paceline.torch_private.groups import is_outside_group
 
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -36,8 +36,18 @@ class ModelAverager(abc.ABC):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = group_of(process_group)
+        group_of(process_group)  # raises, if there is none
+        self._given = process_group
         self.step = 0
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Whose parameters are averaged; the default group as it is now, unless one was given."""
+        return group_of(self._given)
+
+    def is_due(self) -> bool:
+        """Whether the next :meth:`average_parameters` may average: True if nobody knows."""
+        return True
 
     @abc.abstractmethod
     def average_parameters(self, params: Parameters) -> None:
@@ -63,10 +73,14 @@ class PeriodicModelAverager(ModelAverager):
         self.period = period
         self.warmup_steps = warmup_steps
 
+    def is_due(self) -> bool:
+        """Whether the next :meth:`average_parameters` averages."""
+        since = self.step - self.warmup_steps
+        return since >= 0 and since % self.period == 0
+
     def average_parameters(self, params: Parameters) -> None:
         """Count one step, and average in every ``period``-th after the warm-up."""
-        since = self.step - self.warmup_steps
-        if since >= 0 and since % self.period == 0:
+        if self.is_due():
             average(params, self.process_group)
         self.step += 1
 

@@ -29,7 +29,9 @@ LOSSY: dict[str, dict[str, Any]] = {
 """Hooks that leave out most values at first: watch the loss, and tune."""
 
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
-_WORTH_IT = 0.95  # a hook must be this much faster than a simpler one
+# A hook must be this much faster than a simpler one, and save more than a measurement is off by.
+_WORTH_IT = 0.95
+_WORTH_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ def choose(
     )
     best = costs[0]
     for cost in costs[1:]:
-        if cost.seconds(bits_per_s) < _WORTH_IT * best.seconds(bits_per_s):
+        best_s = best.seconds(bits_per_s)
+        most_s = min(_WORTH_IT * best_s, best_s - _WORTH_S)
+        if cost.seconds(bits_per_s) < most_s:
             best = cost
     return Choice(best.name, best.options, bits_per_s, costs)
 

@@ -23,7 +23,7 @@ from paceline.hooks.interface import (
     group_of,
     start_all_reduce,
 )
-from paceline.torch_private import FutureBase
+from paceline.torch_private.modules import FutureBase
 
 Hook = Callable[[Any, HookBucket], TensorFuture]
 

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigurationError
 from paceline.hooks.averagers import mean_of_all
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, done, group_of
-from paceline.hooks.local_sgd import CountedState
+from paceline.hooks.local_sgd import CountedState, WrappingOptimizer
 from paceline.hooks.plain import mean_future
+from paceline.hooks.step_undo import StepUndo
 
 OUTER = "diloco"
 
@@ -50,7 +51,7 @@ def diloco_hook(state: DiLoCoState, bucket: HookBucket) -> TensorFuture:
     return done(buffer) if is_local else mean_future(group_of(state.process_group), buffer)
 
 
-class DiLoCoOptimizer(Optimizer):
+class DiLoCoOptimizer(WrappingOptimizer):
     """Local steps, and every ``period`` steps an outer step that all ranks take together.
 
     Args:
@@ -83,9 +84,7 @@ class DiLoCoOptimizer(Optimizer):
                 "outer_lr is above 0, and outer_momentum at least 0 and below 1; they are "
                 f"{outer_lr!r} and {outer_momentum!r}"
             )
-        # Not Optimizer.__init__: parameters and state are the inner optimizer's.
-        self.optim = optim
-        self.param_groups = optim.param_groups
+        super().__init__(optim)
         self.period = period
         self.outer_lr = outer_lr
         self.outer_momentum = outer_momentum
@@ -95,31 +94,32 @@ class DiLoCoOptimizer(Optimizer):
         self._anchors = [parameter.detach().clone() for parameter in self._parameters()]
         self._velocities = [torch.zeros_like(anchor) for anchor in self._anchors]
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's."""
-        return self.optim.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's; some schedulers look at them."""
-        return self.optim.defaults
-
     def __repr__(self) -> str:
         """Show the inner optimizer and the period."""
         return f"DiLoCoOptimizer(period={self.period}, {self.optim!r})"
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a local step, and the outer one when it is time."""
+        since = self.steps + 1 - self.start_step
+        is_meeting = since > 0 and since % self.period == 0
+        undo = StepUndo(self.optim) if is_meeting and self.undoes_failed_steps else None
         loss = self.optim.step() if closure is None else self.optim.step(closure)
+        if is_meeting:
+            self._meet_or_undo(undo)
         self.steps += 1
-        since = self.steps - self.start_step
         if since == 0:
             for anchor, parameter in zip(self._anchors, self._parameters(), strict=True):
                 anchor.copy_(parameter.detach())
-        elif since > 0 and since % self.period == 0:
-            self._meet()
         return loss
+
+    def _meet_or_undo(self, undo: StepUndo | None) -> None:
+        try:
+            self._meet()
+        except BaseException:
+            if undo is not None:
+                undo.restore()
+                self.was_undone = True
+            raise
 
     @torch.no_grad()
     def _meet(self) -> None:
@@ -166,10 +166,6 @@ class DiLoCoOptimizer(Optimizer):
         ):
             for tensor, value in zip(mine, saved, strict=True):
                 tensor.copy_(value)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
-        self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: ranks would have to meet for parameters that have no common beginning."""

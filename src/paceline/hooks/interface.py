@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from paceline.errors import HookInputError
 from paceline.hooks.counting import CountingGroup
-from paceline.torch_private import TorchGradBucket, default_group
+from paceline.torch_private.groups import default_group
+from paceline.torch_private.modules import TorchGradBucket
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 """What a hook returns."""

@@ -25,6 +25,7 @@ import torch
 
 from paceline.errors import ConfigurationError
 from paceline.hooks.interface import HookBucket
+from paceline.hooks.undo import UndoLog
 
 Numbers = tuple[int, ...]
 
@@ -106,6 +107,7 @@ class Memory:
     def __init__(self) -> None:
         self._by_bucket: dict[int, _BucketMemory] = {}
         self._pool: dict[tuple[str, int], torch.Tensor] = {}
+        self.undo = UndoLog()
         self.before_move: Callable[[int], None] = lambda first: None
         """Called before buckets change from one on, while everything is still where it was."""
 
@@ -131,6 +133,11 @@ class Memory:
                 if kept is not None:
                     piece.copy_(_checked(kept, piece, number))
             memory.values[name] = flat
+        flat = memory.values[name]
+        if flat.numel() != numel:  # other ranks, other padding
+            memory.values[name] = flat.new_zeros(numel)
+            memory.values[name][: view.numel].copy_(flat[: view.numel])
+        self.undo.before(memory.values[name])
         return memory.values[name]
 
     def flats(self, name: str) -> dict[int, torch.Tensor]:
@@ -139,6 +146,10 @@ class Memory:
             i: (s.view, s.values[name]) for i, s in self._by_bucket.items() if name in s.values
         }
         return {index: flat[: view.numel] for index, (view, flat) in found.items()}
+
+    def whole_flats(self, name: str) -> list[torch.Tensor]:
+        """The same, each with its padding: what :class:`UndoLog` knows."""
+        return [s.values[name] for s in self._by_bucket.values() if name in s.values]
 
     def state_dict(self) -> dict[str, dict[int, torch.Tensor]]:
         """All values, by name and parameter number, copied."""
@@ -156,6 +167,17 @@ class Memory:
             for number, piece in pieces.items()
         }
 
+    def contents(self) -> Any:
+        """Which tensors lie where; for :meth:`set_contents`, after ``undo.roll_back()``."""
+        buckets = {i: (m.view, dict(m.values)) for i, m in self._by_bucket.items()}
+        return buckets, dict(self._pool)
+
+    def set_contents(self, contents: Any) -> None:
+        """Undo what has been moved or added since :meth:`contents`."""
+        buckets, pool = contents
+        self._by_bucket = {i: _BucketMemory(v, dict(values)) for i, (v, values) in buckets.items()}
+        self._pool = dict(pool)
+
     def _memory_of(self, view: BucketView) -> _BucketMemory:
         memory = self._by_bucket.get(view.index)
         if memory is not None and memory.view.numbers != view.numbers:
@@ -169,6 +191,9 @@ class Memory:
 
     def _move_from(self, first: int) -> None:
         """See [Note: buckets change from one on]."""
+        for index, memory in self._by_bucket.items():
+            if index >= first:
+                self.undo.before(*memory.values.values())
         self.before_move(first)
         for index in [index for index in self._by_bucket if index >= first]:
             self._pool |= self._by_bucket.pop(index).pieces()

@@ -20,6 +20,7 @@ from paceline.errors import ConfigurationError
 from paceline.hooks.averagers import ModelAverager
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, done, group_of
 from paceline.hooks.plain import mean_future
+from paceline.hooks.step_undo import StepUndo
 
 
 class CountedState:
@@ -32,6 +33,11 @@ class CountedState:
     def maybe_increase_iter(self, bucket: HookBucket) -> None:
         """Count a step when its last bucket is there."""
         self.iter += bucket.is_last()
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Go on with other ranks; who has named no group takes the default one anyway."""
+        if self.process_group is not None:
+            self.process_group = group
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
@@ -67,8 +73,24 @@ class PostLocalSGDState(CountedState):
     ) -> None:
         super().__init__(process_group)
         self.subgroup = subgroup
+        self._is_own_subgroup = subgroup is None
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Go on with other ranks.
+
+        Raises:
+            ConfigurationError: The subgroup was yours, and its ranks are not there any more.
+        """
+        super().change_group(group)
+        if not self._is_own_subgroup:
+            raise ConfigurationError(
+                "post_localSGD_hook: the ranks have changed, and the subgroup that was passed "
+                "cannot be made again here. Pass subgroup=None: then the ranks of each host are "
+                "found again after every change."
+            )
+        self.subgroup = None
 
 
 @comm_hook
@@ -98,19 +120,19 @@ def _ranks_of_this_host(process_group: dist.ProcessGroup | None) -> dist.Process
     return mine
 
 
-class PostLocalSGDOptimizer(Optimizer):
-    """An optimizer that averages parameters after its step, when the averager says so.
+class WrappingOptimizer(Optimizer):
+    """An optimizer around another one, which has the parameters and the state.
 
-    Args:
-        optim: Does the local step.
-        averager: Decides when to average, and over whom.
+    Attributes:
+        undoes_failed_steps: A step in which ranks meet, and fail, is undone as a whole.
+        was_undone: That has happened; for whoever goes on to set it back.
     """
 
-    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+    def __init__(self, optim: Optimizer) -> None:
         # Not Optimizer.__init__: parameters and state are the inner optimizer's.
         self.optim = optim
-        self.averager = averager
         self.param_groups = optim.param_groups
+        self.undoes_failed_steps = self.was_undone = False
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -121,6 +143,23 @@ class PostLocalSGDOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's; some schedulers look at them."""
         return self.optim.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+
+class PostLocalSGDOptimizer(WrappingOptimizer):
+    """An optimizer that averages parameters after its step, when the averager says so.
+
+    Args:
+        optim: Does the local step.
+        averager: Decides when to average, and over whom.
+    """
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        super().__init__(optim)
+        self.averager = averager
 
     def __repr__(self) -> str:
         """Show the inner optimizer."""
@@ -144,13 +183,17 @@ class PostLocalSGDOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step, then average if it is time."""
+        is_undoable = self.undoes_failed_steps and self.averager.is_due()
+        undo = StepUndo(self.optim) if is_undoable else None
         loss = self.optim.step() if closure is None else self.optim.step(closure)
-        self.averager.average_parameters(params=self.param_groups)
+        try:
+            self.averager.average_parameters(params=self.param_groups)
+        except BaseException:
+            if undo is not None:
+                undo.restore()
+                self.was_undone = True
+            raise
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients."""
-        self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the inner optimizer."""

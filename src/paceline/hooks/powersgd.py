@@ -105,6 +105,7 @@ class PowerSGDState(HookState):
         self._is_batched = False
         self._factors: dict[int, Factors] = {}
         self._loose_qs: dict[int, torch.Tensor] = {}  # by parameter number, between two cuts
+        self._rng_at_mark: Any = None  # as long as nothing was drawn since: to read it is slow
 
     # --- what torch's class shows --------------------------------------------------------------
 
@@ -204,6 +205,7 @@ class PowerSGDState(HookState):
     def _factors_of(self, view: BucketView) -> Factors:
         factors = self._factors.get(view.index)
         if factors is not None and factors.numbers == view.numbers:
+            self.memory.undo.before(factors.q_flat)
             return factors
         if factors is not None:  # see [Note: buckets change from one on]
             for index in [index for index in self._factors if index >= view.index]:
@@ -212,6 +214,7 @@ class PowerSGDState(HookState):
         self._factors[view.index] = factors
         if not factors.take_qs(self._loose_qs):
             seed = self.rng.randint(1_000_000_000)
+            self._rng_at_mark = None
             factors.randomise_qs(torch.Generator().manual_seed(int(seed)))
         return factors
 
@@ -225,7 +228,39 @@ class PowerSGDState(HookState):
             batched=self.batch_tensors_with_same_shape,
         )
 
+    # --- going back -----------------------------------------------------------------------------
+
+    def _extra_mark(self) -> Any:
+        if self._rng_at_mark is None:
+            self._rng_at_mark = self.rng.get_state()
+        return self._rng_at_mark, dict(self._factors), dict(self._loose_qs), self._stats()
+
+    def _set_extra_mark(self, extra: Any) -> None:
+        rng, factors, loose_qs, stats = extra
+        if rng is not self._rng_at_mark:
+            self.rng.set_state(rng)
+            self._rng_at_mark = rng
+        self._factors, self._loose_qs = dict(factors), dict(loose_qs)
+        self._set_stats(stats)
+
+    def _shared_extra(self) -> dict[str, Any]:
+        return self._extra_state()
+
+    def _load_shared_extra(self, extra: Mapping[str, Any]) -> None:
+        self._load_extra_state(extra)
+
     # --- checkpoints ---------------------------------------------------------------------------
+
+    def _stats(self) -> list[int]:
+        return [
+            self.total_numel_before_compression,
+            self.total_numel_after_compression,
+            self.next_stats_report,
+        ]
+
+    def _set_stats(self, stats: list[int]) -> None:
+        self.total_numel_before_compression, self.total_numel_after_compression = stats[:2]
+        self.next_stats_report = stats[2]
 
     def _extra_state(self) -> dict[str, Any]:
         kind, keys, *position = self.rng.get_state()
@@ -234,11 +269,7 @@ class PowerSGDState(HookState):
             "qs": {n: q.clone() for n, q in (self._loose_qs | qs).items()},
             "rng": [kind, keys.tolist(), *position],
             "is_batched": self._is_batched,
-            "stats": [
-                self.total_numel_before_compression,
-                self.total_numel_after_compression,
-                self.next_stats_report,
-            ],
+            "stats": self._stats(),
         }
 
     def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
@@ -249,9 +280,8 @@ class PowerSGDState(HookState):
         self._factors = {}
         self._loose_qs = {int(number): q.clone() for number, q in extra["qs"].items()}
         self._is_batched = bool(extra["is_batched"])
-        stats = extra["stats"]
-        self.total_numel_before_compression, self.total_numel_after_compression = stats[:2]
-        self.next_stats_report = stats[2]
+        self._rng_at_mark = None
+        self._set_stats(extra["stats"])
 
 
 @comm_hook

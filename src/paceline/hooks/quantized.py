@@ -82,6 +82,7 @@ class QuantizedState(HookState):
         self.seed = seed
         # By bucket: what the encoding of this rank's slice of the mean has left out.
         self._mean_errors: dict[int, torch.Tensor] = {}
+        self._place = (0, 1)  # the rank and the number of ranks that slices of the mean are cut for
         self._scratch = _Scratch()
         self._after_unpickling()
 
@@ -102,6 +103,7 @@ class QuantizedState(HookState):
     def rounds(self, view: BucketView, step: int) -> Rounds:
         """See the module's docstring."""
         cut = _Cut.of(view, self.group, self.block)
+        self._place = cut.rank, cut.world
         codec = self.codec(cut.block)
         noise = self._noise(view, step, cut)
         keep = self.error_feedback
@@ -131,6 +133,7 @@ class QuantizedState(HookState):
             kept = view.values.new_zeros(cut.slice_numel, dtype=view.compute_dtype)
             if self.error_feedback:
                 self._mean_errors[view.index] = kept
+        self.memory.undo.before(kept)
         return kept
 
     def _fold_mean_errors(self, first: int) -> None:
@@ -138,8 +141,7 @@ class QuantizedState(HookState):
 
         Times the number of ranks, because a mean will be taken.
         """
-        group = self.group
-        world, rank = group.size(), group.rank()
+        rank, world = self._place[0], self.group.size()
         flats = self.memory.flats(ERROR)
         for index in [index for index in self._mean_errors if index >= first]:
             kept = self._mean_errors.pop(index)
@@ -147,6 +149,26 @@ class QuantizedState(HookState):
                 start = rank * kept.numel()
                 mine = flats[index][start : start + kept.numel()]
                 mine.add_(kept[: mine.numel()], alpha=world)
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Go on with other ranks: a slice of the mean that is now another rank's comes along."""
+        super().change_group(group)
+        self._scratch = _Scratch()
+        if (group.rank(), group.size()) != self._place:
+            self.memory.undo.before(*self.memory.whole_flats(ERROR))
+            self._fold_mean_errors(0)
+
+    def forget_feedback(self) -> None:
+        """See :meth:`HookState.forget_feedback`."""
+        super().forget_feedback()
+        self._mean_errors = {}
+
+    def _extra_mark(self) -> Any:
+        return self._place, dict(self._mean_errors)
+
+    def _set_extra_mark(self, extra: Any) -> None:
+        self._place, errors = extra
+        self._mean_errors = dict(errors)
 
     def _noise(self, view: BucketView, step: int, cut: _Cut) -> torch.Generator | None:
         if not self.stochastic:
@@ -159,6 +181,8 @@ class QuantizedState(HookState):
         return {"mean_errors": {i: kept.clone() for i, kept in self._mean_errors.items()}}
 
     def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        if dist.is_initialized():
+            self._place = self.group.rank(), self.group.size()
         saved = extra["mean_errors"].items()
         self._mean_errors = {int(index): kept.clone() for index, kept in saved}
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -33,7 +34,7 @@ from paceline.errors import HookOrderLostError
 from paceline.forks import finalize_here
 from paceline.hooks.interface import TensorFuture, failed_future, raising
 from paceline.liveness import watch_of
-from paceline.torch_private import group_timeout
+from paceline.torch_private.groups import group_timeout
 
 Start = Callable[[dist.ProcessGroup], "torch.futures.Future[Any]"]
 """Begins one collective on the group it is given."""
@@ -41,7 +42,7 @@ Start = Callable[[dist.ProcessGroup], "torch.futures.Future[Any]"]
 Rounds = Generator[Start, None, torch.Tensor]
 """A job: yields what begins its next collective, goes on when that is done, returns the result."""
 
-CLOSE_PATIENCE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """For a job that computes, or a callback that takes long, when the scheduler is let go."""
 
 _WAKE = object()
@@ -63,6 +64,24 @@ def scheduler_of(parent: dist.ProcessGroup, rounds: int) -> RoundScheduler:
     return scheduler
 
 
+def close_schedulers(timeout_s: float) -> bool:
+    """End all schedulers; return whether nothing of theirs is under way any more.
+
+    Their groups have been aborted, or have nothing to do: a collective that is still under way
+    writes to what a hook remembers. Who reduces next makes a new scheduler.
+    """
+    closed = list(_schedulers.values())
+    _schedulers.clear()
+    for scheduler in closed:
+        scheduler.close()
+    until_s = time.monotonic() + timeout_s
+    while not all(scheduler.is_idle() for scheduler in closed):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 class RoundScheduler:
     """One thread, one group per round."""
 
@@ -73,12 +92,16 @@ class RoundScheduler:
         # A daemon: it does nothing between steps, and must not keep a program alive.
         thread = threading.Thread(target=worker.serve, name="paceline-rounds", daemon=True)
         thread.start()
-        finalize_here(self, _end, self._events, thread)
+        self.close = finalize_here(self, _end, self._events, thread)
 
     def reserve(self, parent: dist.ProcessGroup, rounds: int) -> None:
         """Make groups until there are enough. Collective if some are missing."""
         while len(self._groups) < rounds:
             self._groups.append(_group_like(parent))
+
+    def is_idle(self) -> bool:
+        """Whether no collective is under way. For a scheduler that is closed."""
+        return all(job.is_over or job.is_ready() for job in self._worker.active)
 
     def is_broken(self) -> bool:
         """Whether a job has failed, so that nothing can be submitted any more."""
@@ -141,24 +164,24 @@ class _Worker:
     def __init__(self, events: queue.SimpleQueue[Any], groups: list[dist.ProcessGroup]) -> None:
         self._events = events
         self._groups = groups
-        self._active: list[_Job] = []
+        self.active: list[_Job] = []
         self.broken: HookOrderLostError | None = None
 
     def serve(self) -> None:
         with torch.no_grad():
             while (event := self._events.get()) is not None:
                 if isinstance(event, _Job):
-                    self._active.append(event)
+                    self.active.append(event)
                 self._advance()
 
     def _advance(self) -> None:
         """Let every job go as far as it can without overtaking. See [Note: order of rounds]."""
         before: _Job | None = None
-        for job in self._active:
+        for job in self.active:
             while job.is_ready() and (before is None or _is_ahead(before, job)):
                 self._go_on(job)
             before = job
-        self._active = [job for job in self._active if not job.is_over]
+        self.active = [job for job in self.active if not job.is_over]
 
     def _go_on(self, job: _Job) -> None:
         if self.broken is not None:
@@ -186,7 +209,7 @@ def _end(events: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     """End a scheduler's thread; also when the program ends, while callbacks can still run."""
     events.put(None)
     if thread is not threading.current_thread():
-        thread.join(CLOSE_PATIENCE_S)
+        thread.join(CLOSE_TIMEOUT_S)
 
 
 def _is_ahead(before: _Job, job: _Job) -> bool:

@@ -60,11 +60,12 @@ class HookState(abc.ABC):
         self.process_group = process_group
         self.step = 0
         self.memory = Memory()
-        self._book = ParameterNumbers()
+        self._numbers = ParameterNumbers()
         self._scheduler: RoundScheduler | None = None
         self._layouts: list[Numbers] = []  # of the latest step
         self._saved_layouts: list[Numbers] = []  # not yet seen again
         self._held: _HeldStep | None = None
+        self._mark: tuple[Any, ...] | None = None
 
     @abc.abstractmethod
     def rounds(self, view: BucketView, step: int) -> Rounds:
@@ -83,7 +84,7 @@ class HookState(abc.ABC):
     def run(self, bucket: HookBucket) -> TensorFuture:
         """Reduce a bucket. What the hook function calls."""
         buffer = check_gradients(self.NAME, bucket)
-        view = BucketView.of(bucket, self._book)
+        view = BucketView.of(bucket, self._numbers)
         future = self._submit_or_hold(view)
         self.step += view.is_last
         if buffer.is_complex():
@@ -96,7 +97,7 @@ class HookState(abc.ABC):
         return group_of(self.process_group)
 
     def _submit_or_hold(self, view: BucketView) -> TensorFuture:
-        if self._held is None and self._is_cut_otherwise(view):
+        if self._held is None and _is_cut_otherwise(view, self._saved_layouts):
             self._held = _HeldStep(self._saved_layouts[view.index :])
         future = self.submit(view) if self._held is None else self._held.add(view)
         if view.is_last:
@@ -104,11 +105,6 @@ class HookState(abc.ABC):
             if held is not None:
                 held.release(self.submit)
         return future
-
-    def _is_cut_otherwise(self, view: BucketView) -> bool:
-        """See [Note: a resumed first step]."""
-        saved = self._saved_layouts
-        return bool(saved) and (view.index >= len(saved) or saved[view.index] != view.numbers)
 
     def submit(self, view: BucketView) -> TensorFuture:
         """Send a bucket on its way."""
@@ -119,6 +115,74 @@ class HookState(abc.ABC):
         is_plain = self.step < self.first_step
         rounds = _plain_rounds(view, self.group) if is_plain else self.rounds(view, self.step)
         return self._scheduler.submit(what, rounds)
+
+    # --- going back: elastic training ----------------------------------------------------------
+
+    def mark(self) -> None:
+        """The latest step counts: :meth:`roll_back` comes back to here. Copies no tensor."""
+        self.memory.undo.mark()
+        self._mark = (self.step, list(self._layouts), self.memory.contents(), self._extra_mark())
+
+    def roll_back(self) -> None:
+        """Forget all steps since the mark, also one that failed. No bucket may be on its way."""
+        if self._mark is None:
+            return
+        self.memory.undo.roll_back()
+        self.step, layouts, contents, extra = self._mark
+        self._layouts = list(layouts)
+        self.memory.set_contents(contents)
+        self._set_extra_mark(extra)
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Go on with other ranks. No bucket may be on its way.
+
+        The wrapper begins with the buckets of its construction again, so this is a resumed first
+        step. What this rank has left out stays with it.
+        """
+        self.process_group = group
+        self._scheduler = self._held = None
+        self._saved_layouts = list(self._layouts)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the part of the state that is the same on all ranks: for one that joins."""
+        return {
+            "version": VERSION,
+            "hook": self.NAME,
+            "step": self.step,
+            "layouts": [list(numbers) for numbers in self._layouts],
+            "extra": self._shared_extra(),
+        }
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`shared_state` gave on another rank. What this rank left out stays.
+
+        Raises:
+            ConfigurationError: It belongs to another hook.
+        """
+        _check_saved({"rank": None, **state}, self.NAME, None)
+        self.step = int(state["step"])
+        self._layouts = [tuple(numbers) for numbers in state["layouts"]]
+        self._saved_layouts = list(self._layouts)
+        self._load_shared_extra(state["extra"])
+
+    def forget_feedback(self) -> None:
+        """Forget what this rank has left out: it was sent already, or belongs to nobody."""
+        self.memory.load_state_dict({})
+        self.memory.undo.forget()
+        self._mark = None
+
+    def _extra_mark(self) -> Any:
+        """Which tensors and numbers a subclass has, its tensors not copied."""
+        return None
+
+    def _set_extra_mark(self, extra: Any) -> None:
+        assert extra is None
+
+    def _shared_extra(self) -> dict[str, Any]:
+        return {}
+
+    def _load_shared_extra(self, extra: Mapping[str, Any]) -> None:
+        assert not extra
 
     # --- checkpoints ---------------------------------------------------------------------------
 
@@ -142,7 +206,8 @@ class HookState(abc.ABC):
         Raises:
             ConfigurationError: It belongs to another hook, rank or number of ranks.
         """
-        self._check_saved(state)
+        group = self.group if dist.is_initialized() else None
+        _check_saved(state, self.NAME, group)
         self._restore(state)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -151,19 +216,6 @@ class HookState(abc.ABC):
         self._saved_layouts = list(self._layouts)
         self.memory.load_state_dict(state["memory"])
         self._load_extra_state(state["extra"])
-
-    def _check_saved(self, state: Mapping[str, Any]) -> None:
-        group = self.group if dist.is_initialized() else None
-        expected = {"version": VERSION, "hook": self.NAME}
-        if group is not None and state.get("rank") is not None:
-            expected |= {"rank": group.rank(), "world": group.size()}
-        for key, value in expected.items():
-            if state.get(key) != value:
-                raise ConfigurationError(
-                    f"{self.NAME}.load_state_dict: {key} is {state.get(key)!r} in what was saved "
-                    f"and {value!r} here. Every rank loads what the same rank of as many has "
-                    "saved; otherwise begin with a new state, whose error feedback is empty."
-                )
 
     def _extra_state(self) -> dict[str, Any]:
         return {}
@@ -190,12 +242,31 @@ class HookState(abc.ABC):
 _NOT_PICKLED = {
     "process_group",
     "memory",
-    "_book",
+    "_numbers",
     "_scheduler",
     "_layouts",
     "_saved_layouts",
     "_held",
+    "_mark",
 }
+
+
+def _is_cut_otherwise(view: BucketView, saved: Sequence[Numbers]) -> bool:
+    """See [Note: a resumed first step]."""
+    return bool(saved) and (view.index >= len(saved) or saved[view.index] != view.numbers)
+
+
+def _check_saved(state: Mapping[str, Any], hook: str, group: dist.ProcessGroup | None) -> None:
+    expected: dict[str, Any] = {"version": VERSION, "hook": hook}
+    if group is not None and state.get("rank") is not None:
+        expected |= {"rank": group.rank(), "world": group.size()}
+    for key, value in expected.items():
+        if state.get(key) != value:
+            raise ConfigurationError(
+                f"{hook}.load_state_dict: {key} is {state.get(key)!r} in what was saved and "
+                f"{value!r} here. Every rank loads what the same rank of as many has saved; "
+                "otherwise begin with a new state, whose error feedback is empty."
+            )
 
 
 def _plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:

@@ -13,6 +13,7 @@ from paceline.errors import CollectiveError, PeerLostError
 from paceline.liveness.identity import Identity
 from paceline.liveness.links import SILENCE_S
 from paceline.liveness.roster import Roster
+from paceline.observe.stall.last_seen import last_seen
 
 SLICE_S = 0.1
 """How often a wait looks whether somebody has died."""
@@ -93,7 +94,7 @@ class LostPeers:
         else:
             why = (
                 f"{lost} has died. Look at its log, and at the kernel's for a kill for lack of "
-                "memory."
+                f"memory.{last_seen(lost.pid)}"
             )
         return PeerLostError(
             f"Rank {self._rank}: {what} cannot be completed, because {why} {NO_LONGER}",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline.config import BACKEND_NAME
 from paceline.forks import finalize_here
 from paceline.liveness.watch import Watch
-from paceline.torch_private import group_store
+from paceline.torch_private.groups import group_store
 
 _WAITS_IN_SLICES = ("gloo", BACKEND_NAME)
 _watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()

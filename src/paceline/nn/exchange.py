@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.liveness import gather_all, watch_of
 from paceline.liveness.store import gather_by_store
-from paceline.torch_private import group_store, group_timeout
+from paceline.torch_private.groups import group_store, group_timeout
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
-# Bound at import: tests put our class in the place of torch's name.
-from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import NormInputError, UntrainableModuleError
 from paceline.nn.batch_stats import BatchStats, NormalizeOverRanks, gather_stats, local_stats
 from paceline.nn.exchange import Exchange
 from paceline.nn.join_mirror import NormMirror
-from paceline.torch_private import BatchNormBase, knows_sync_batch_norm
+from paceline.torch_private.modules import (
+    BatchNormBase,
+    TorchSyncBatchNorm,
+    knows_sync_batch_norm,
+)
 
 
 class SyncBatchNorm(TorchSyncBatchNorm):

@@ -1,13 +1,11 @@
-"""Times of a step, and the immutable summary that ``ddp.stats()`` returns.
+"""The immutable summary that ``ddp.stats()`` returns.
 
-Written by ddp/reduce (snapshot.py has the counters), read by users and by the logging data. Must
-not know about groups or tensors.
+Written by ddp/reduce/snapshot.py, read by users. Must not know about groups or tensors.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -58,37 +56,3 @@ class DDPStats:
     backward_ms: float
     exposed_ms: float
     reduced_bytes: int
-
-
-@dataclass
-class StepClock:
-    """Nanosecond stamps of one step, taken as it goes. Zero means: not yet."""
-
-    forward_began: int = 0
-    backward_began: int = 0
-    backward_ended: int = 0
-    step_ended: int = 0
-    ready: list[int] = field(default_factory=list)
-    began: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-
-    def start_forward(self) -> None:
-        """A forward begins that will be synchronised."""
-        self.forward_began = time.perf_counter_ns()
-
-    def start_backward(self, buckets: int) -> None:
-        """Forget the previous step's buckets."""
-        self.backward_began = time.perf_counter_ns()
-        self.backward_ended = 0
-        self.ready = [0] * buckets
-        self.began = [0] * buckets
-        self.ended = [0] * buckets
-
-    def since_backward_ms(self, stamp: int) -> float:
-        """Translate a stamp for people."""
-        return (stamp - self.backward_began) / 1e6 if stamp else 0.0
-
-    def exposed_ms(self, bucket: int) -> float:
-        """How long a bucket's reduction went on after the last gradient was computed."""
-        hidden_until = max(self.began[bucket], self.backward_ended)
-        return max(0.0, (self.ended[bucket] - hidden_until) / 1e6)

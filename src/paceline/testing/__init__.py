@@ -10,7 +10,8 @@
 [3, 3]
 """
 
-from paceline.testing.failures import ForkServerError, RankFailure, RanksFailedError
+from paceline.launch.child import ForkServerError
+from paceline.testing.failures import RankFailure, RanksFailedError
 from paceline.testing.ranks import run_ranks, warm_up
 
 __all__ = ["ForkServerError", "RankFailure", "RanksFailedError", "run_ranks", "warm_up"]

@@ -6,7 +6,6 @@ Raised by :mod:`paceline.testing.ranks`. Knows nothing about processes: it is gi
 from __future__ import annotations
 
 import enum
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,10 +48,6 @@ class RankFailure:
         return f"{head}\n{body}" if body else head
 
 
-class ForkServerError(PacelineError, RuntimeError):
-    """The process that ranks are forked from ended before it could start one."""
-
-
 class RanksFailedError(PacelineError, RuntimeError):
     """At least one rank of ``run_ranks`` raised, died, or was not done in time.
 
@@ -68,16 +63,6 @@ class RanksFailedError(PacelineError, RuntimeError):
         headline = f"{call}: {_headline(self.failures, timeout_s)}"
         blocks = (failure.describe() for failure in self.failures)
         super().__init__("\n".join([headline, *blocks]), rank=self.failures[0].rank, operation=call)
-
-
-def exit_summary(exit_code: int) -> str:
-    """Say in words what a process's exit code means."""
-    if exit_code >= 0:
-        return f"exited with code {exit_code} before it returned"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
 
 
 def _headline(failures: Sequence[RankFailure], timeout_s: float | None) -> str:

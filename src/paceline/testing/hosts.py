@@ -3,7 +3,7 @@
 Called by tests and benchmarks that need more than one host: what crosses a link can be counted, and
 links can be as slow as real ones. Needs Linux, root and iproute2 (``ip``, ``tc``); ask
 :func:`hosts_unavailable_reason` first. Ranks are started by :func:`paceline.testing.run_ranks`;
-this file only seats them. Must not know anything about DDP.
+this file only places them. Must not know anything about DDP.
 
 A host is a network namespace with ``lo`` and one device, ``link0``, which leads to a switch (a
 bridge in a namespace of its own). Memory, files and the clock are shared by all, so the rendezvous
@@ -125,17 +125,23 @@ def run_on_hosts(
             f"ranks_per_host is an int above 0, or one for each of the {len(hosts)} hosts; it is "
             f"{ranks_per_host!r}"
         )
-    seats = tuple(
-        _Seat(number, path, local, count)
+    places = tuple(
+        _HostRank(number, path, local, count)
         for number, (path, count) in enumerate(zip(hosts.paths, counts, strict=True))
         for local in range(count)
     )
-    call = _SeatedCall(seats, pack_call(fn, args), backend if init else None, timeout_s)
+    call = _HostCall(places, pack_call(fn, args), backend if init else None, timeout_s)
     # What run_ranks calls it in its errors.
     name = getattr(fn, "__qualname__", repr(fn))
     call.__dict__["__qualname__"] = f"{name} on {len(hosts)} hosts"
     return run_ranks(
-        len(seats), call, timeout_s=timeout_s, grace_s=grace_s, init=False, env=env, threads=threads
+        len(places),
+        call,
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+        init=False,
+        env=env,
+        threads=threads,
     )
 
 
@@ -187,7 +193,7 @@ def _connect(switch: Namespace, host: Namespace, number: int, rate: str | None) 
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _HostRank:
     """Where one rank runs."""
 
     host: int
@@ -208,24 +214,24 @@ class _Seat:
 
 
 @dataclass(frozen=True)
-class _SeatedCall:
-    """What every rank runs: take a seat, make the group there, then the caller's function."""
+class _HostCall:
+    """What every rank runs: take its place, make the group there, then the caller's function."""
 
-    seats: tuple[_Seat, ...]
+    places: tuple[_HostRank, ...]
     work: bytes
     backend: str | None
     timeout_s: float
 
     def __call__(self) -> Any:
         rank = int(os.environ["RANK"])
-        self.seats[rank].take()
+        self.places[rank].take()
         fn, args = unpack_call(self.work)
         if self.backend is not None:
             self._join_group(rank, self.backend)
         return fn(*args)
 
     def _join_group(self, rank: int, backend: str) -> None:
-        world = len(self.seats)
+        world = len(self.places)
         file = os.environ["PACELINE_TEST_INIT_METHOD"].removeprefix("file://") + ".hosts"
         store = dist.FileStore(file, world)  # type: ignore[attr-defined]
         timeout = datetime.timedelta(seconds=self.timeout_s)

@@ -6,7 +6,7 @@ in a namespace; must not know what hosts or ranks are.
 [Note: no names]
 A namespace lives as long as a process or a descriptor refers to it. ``ip netns add`` pins it to a
 file under /run/netns, which stays there if the program that made it is killed. Here the only
-reference is a descriptor of the caller: when the caller ends, by whatever door, SIGKILL included,
+reference is a descriptor of the caller: when the caller ends, in whatever way, SIGKILL included,
 the kernel takes down the namespace with its devices and queues. To look inside from a shell:
 ``nsenter --net=/proc/<pid of the caller>/fd/<number>``.
 """

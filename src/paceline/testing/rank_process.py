@@ -1,7 +1,7 @@
 """The inside of one rank of ``run_ranks``: what happens in the child process.
 
-Started by :mod:`paceline.testing.ranks` from the forkserver, which has imported this module (and
-with it torch) already. Knows nothing about the other ranks or the deadline.
+Started by :mod:`paceline.testing.ranks` in a child of the fork server, which has imported this
+module (and with it torch) already. Knows nothing about the other ranks or the deadline.
 
 The conversation over the pipe is short. The rank sends one message, :class:`Returned` or
 :class:`Raised`. After `Raised` it exits at once, so that its peers see a closed connection instead
@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import faulthandler
+import multiprocessing
 import os
-import select
-import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import parent_process
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,15 +29,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.exit_reason import note_exception
+from paceline.launch.exits import flush, leave
+from paceline.launch.stacks import StackFile
 from paceline.testing.payload import pack, unpack_call
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - not a POSIX system
-    fcntl = None  # type: ignore[assignment]
-
-STACK_SIGNAL = signal.SIGUSR1
-"""Makes a rank write the stacks of all its threads to its notes file."""
 
 WarningFilter = tuple[str, str, type[Warning], str, int]
 
@@ -54,7 +45,8 @@ class RankSpec:
         world: How many there are.
         directory: A private directory of this call, for `work`, the rendezvous and notes.
         cwd: The working directory.
-        environ: The whole environment; the forkserver's own may be of another time.
+        environ: The whole environment; the fork server's own may be of another time.
+        main: Of the caller's main module and path, as multiprocessing tells its children.
         warning_filters: The caller's, as arguments of ``warnings.filterwarnings``.
         backend: Of the process group; None if `fn` wants to make its own.
         timeout_s: The caller's deadline.
@@ -66,6 +58,7 @@ class RankSpec:
     directory: Path
     cwd: str
     environ: Mapping[str, str]
+    main: dict[str, Any]
     warning_filters: Sequence[WarningFilter]
     backend: str | None
     timeout_s: float
@@ -77,9 +70,9 @@ class RankSpec:
         return self.directory / "work"
 
     @property
-    def notes(self) -> Path:
+    def notes(self) -> StackFile:
         """The file that this rank's stacks and last words are written to."""
-        return self.directory / f"rank{self.rank}.txt"
+        return StackFile(self.directory / f"rank{self.rank}.txt")
 
 
 @dataclass(frozen=True)
@@ -97,22 +90,19 @@ class Raised:
     traceback: str
 
 
-def rank_main(spec: RankSpec, pipe: Connection, streams: Sequence[Connection | None]) -> None:
-    """Run one rank from start to end. The target of the child process."""
-    _die_with_caller()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets Ctrl-C too, and kills
-    _take_over(streams)
-    with spec.notes.open("w") as notes:
-        faulthandler.register(STACK_SIGNAL, file=notes, all_threads=True)
+def rank_main(pipe: Connection, spec: RankSpec) -> None:
+    """Run one rank from start to end. What the child process does."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
+    with spec.notes.write_on_signal() as notes:
         report = _run(spec)
-        _flush()
+        flush()
         _send(pipe, report)
         if isinstance(report, Raised):
             os._exit(1)
         with contextlib.suppress(EOFError, OSError):
             pipe.recv_bytes()
-        _shut_down(notes)
-        faulthandler.unregister(STACK_SIGNAL)
+        leave(_shut_down(notes))
 
 
 def _run(spec: RankSpec) -> Returned | Raised:
@@ -134,6 +124,7 @@ def _adopt_surroundings(spec: RankSpec) -> None:
     os.environ.clear()
     os.environ.update(spec.environ)
     os.chdir(spec.cwd)
+    _import_main(spec)
     warnings.resetwarnings()
     for action, message, category, module, line in spec.warning_filters:
         warnings.filterwarnings(
@@ -145,6 +136,17 @@ def _adopt_surroundings(spec: RankSpec) -> None:
             append=True,
         )
     torch.set_num_threads(spec.threads)
+
+
+def _import_main(spec: RankSpec) -> None:
+    """Import the caller's script under another name, as multiprocessing does in its children."""
+    process: Any = multiprocessing.current_process()
+    process.name = f"rank {spec.rank}"
+    process._inheriting = True  # seen by who would start ranks without end
+    try:
+        spawn.prepare(spec.main)
+    finally:
+        del process._inheriting
 
 
 def _init_group(spec: RankSpec, backend: str) -> None:
@@ -170,54 +172,12 @@ def _send(pipe: Connection, report: Returned | Raised) -> None:
         pipe.send_bytes(pack(report, "a report"))
 
 
-def _shut_down(notes: Any) -> None:
+def _shut_down(notes: Any) -> int:
     try:
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
         traceback.print_exc(file=notes)
-        raise
-    _flush()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-
-
-def _take_over(streams: Sequence[Connection | None]) -> None:
-    """Write to the caller's stdout and stderr of now, not to those the forkserver began with."""
-    for number, stream in zip((1, 2), streams, strict=True):
-        if stream is not None:
-            os.dup2(stream.fileno(), number)
-            stream.close()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)
-
-
-def _die_with_caller() -> None:
-    """Make the kernel kill this process when the caller ends, however it ends.
-
-    The forkserver is the parent, and it lives as long as any rank does, so PR_SET_PDEATHSIG would
-    watch the wrong process. The caller holds the other end of a pipe that nobody writes to; the
-    kernel sends a signal of our choice when that end closes, even if this process is stopped or
-    stuck in C. Where that does not exist, a thread does the same for all but those two cases.
-    """
-    caller = parent_process()
-    assert caller is not None
-    sentinel = caller.sentinel
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        flags = fcntl.fcntl(sentinel, fcntl.F_GETFL)
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-        if select.select([sentinel], [], [], 0)[0]:
-            os._exit(1)
-    else:
-
-        def watch() -> None:
-            select.select([sentinel], [], [])
-            os._exit(1)
-
-        threading.Thread(target=watch, name="paceline-caller-watch", daemon=True).start()
+        notes.flush()
+        return 1
+    return 0

@@ -17,25 +17,24 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigurationError
-from paceline.testing.failures import ForkServerError
+from paceline.launch.fork_server import ForkServer, shared_fork_server
 from paceline.testing.payload import pack_call, unpack
 from paceline.testing.rank_process import RankSpec, WarningFilter, rank_main
 from paceline.testing.supervise import RankHandle, supervise
 
 T = TypeVar("T")
 
-# Imported once, in the forkserver. torch._dynamo: every first optimizer step imports it, 1 s.
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "paceline.testing.rank_process")
+# Imported once, in the fork server.
+_PRELOAD = ("paceline.testing.rank_process",)
 # Slow to import, and ranks need them if the caller has them: test modules import them.
 _PRELOAD_IF_LOADED = ("numpy", "pytest", "hypothesis", "cloudpickle")
-_PRELOAD_LAST = "paceline.testing.frozen"
+# Of what multiprocessing tells its children: how to find the caller's modules.
+_MAIN = {"sys_path", "sys_argv", "orig_dir", "init_main_from_name", "init_main_from_path"}
 
 
 def run_ranks(
@@ -87,6 +86,7 @@ def run_ranks(
                 directory=directory,
                 cwd=os.getcwd(),
                 environ=_environ(rank, n, directory, env or {}),
+                main=_main_module(),
                 warning_filters=_warning_filters(),
                 backend=backend if init else None,
                 timeout_s=timeout_s,
@@ -94,8 +94,7 @@ def run_ranks(
             )
             for rank in range(n)
         ]
-        # In a file, because what a process is started with must fit into its pipe: a caller that is
-        # interrupted half-way would leave a rank with half a message.
+        # In a file: written once for all ranks.
         specs[0].work.write_bytes(work)
         with _started(specs) as handles:
             packed = supervise(call, handles, timeout_s=timeout_s, grace_s=grace_s)
@@ -111,63 +110,36 @@ def warm_up(modules: Sequence[str] = ()) -> None:
     Args:
         modules: What it imports on top, so that no rank has to; in the environment of now.
     """
-    _forkserver(modules)
-    forkserver.ensure_running()
+    _fork_server(modules)
 
 
 @contextlib.contextmanager
 def _started(specs: list[RankSpec]) -> Iterator[list[RankHandle]]:
-    """Start all ranks; on the way out, by whatever door, kill those that run and wait for them."""
-    context = _forkserver()
+    """Start all ranks; on the way out, in whatever way, kill those that run and wait for them."""
+    server = _fork_server()
     handles: list[RankHandle] = []
     try:
-        with _stream_copies() as streams:
-            for spec in specs:
-                pipe, far_end = context.Pipe()
-                process = context.Process(
-                    target=rank_main, args=(spec, far_end, streams), name=f"rank {spec.rank}"
-                )
-                handles.append(RankHandle(spec.rank, process, pipe, spec.notes))
-                try:
-                    process.start()
-                except EOFError as error:
-                    raise ForkServerError(
-                        f"rank {spec.rank} could not be started: the fork server has ended, "
-                        "probably because an import in it failed; its stderr says why"
-                    ) from error
-                finally:
-                    far_end.close()
+        for spec in specs:
+            handles.append(RankHandle(spec.rank, server.fork(may_fork=True), spec.notes))
+            handles[-1].child.run(rank_main, spec)
+        for handle in handles:
+            handle.wait_started()
         yield handles
     finally:
         for handle in handles:
-            handle.kill()
+            handle.child.kill()
         for handle in handles:
             handle.close()
 
 
-def _forkserver(more: Sequence[str] = ()) -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
+def _fork_server(more: Sequence[str] = ()) -> ForkServer:
     warm = [name for name in _PRELOAD_IF_LOADED if name in sys.modules]
-    # No effect once the server runs.
-    context.set_forkserver_preload([*_PRELOAD, *warm, *more, _PRELOAD_LAST])
-    return context
+    return shared_fork_server([*_PRELOAD, *warm, *more])
 
 
-@contextlib.contextmanager
-def _stream_copies() -> Iterator[list[Connection | None]]:
-    """Copies of stdout and stderr that multiprocessing knows how to hand to a child."""
-    copies: list[Connection | None] = []
-    try:
-        for number in (1, 2):
-            try:
-                copies.append(Connection(os.dup(number), readable=False))
-            except OSError:  # the caller has closed it
-                copies.append(None)
-        yield copies
-    finally:
-        for copy in copies:
-            if copy is not None:
-                copy.close()
+def _main_module() -> dict[str, Any]:
+    found = spawn.get_preparation_data("")
+    return {name: value for name, value in found.items() if name in _MAIN}
 
 
 def _environ(

@@ -7,73 +7,58 @@ exit codes and clocks, not what the ranks compute.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
-from pathlib import Path
+from multiprocessing.connection import wait
 
-from paceline.testing.failures import Outcome, RankFailure, RanksFailedError, exit_summary
+from paceline.launch.child import Child, ForkServerError
+from paceline.launch.exits import exit_summary
+from paceline.launch.stacks import StackFile, collect_stacks
+from paceline.testing.failures import Outcome, RankFailure, RanksFailedError
 from paceline.testing.payload import unpack
-from paceline.testing.rank_process import STACK_SIGNAL, Raised, Returned
+from paceline.testing.rank_process import Raised, Returned
 
-_STACKS_WAIT_S = 1.0  # at most, for all ranks together, to write down their stacks
 _EXIT_WAIT_S = 10.0  # for a rank that has returned to be gone
 # In a stack, most recent call first: from the frame that calls fn to the end of the thread.
 _FRAMES_OF_OURS = re.compile(r'  File "[^"]*rank_process\.py", line \d+ in _run\n(  File .*\n)*')
 
 
 class RankHandle:
-    """The caller's end of one rank: its process, its pipe, and what became of it."""
+    """The caller's end of one rank: its process, its stacks, and what became of it."""
 
-    def __init__(
-        self, rank: int, process: ForkServerProcess, pipe: Connection, notes: Path
-    ) -> None:
+    def __init__(self, rank: int, child: Child, notes: StackFile) -> None:
         self.rank = rank
-        self.process = process
-        self.pipe = pipe
+        self.child = child
         self.notes = notes
         self.report: Returned | Raised | None = None
 
-    def is_running(self) -> bool:
-        """Say whether the process exists."""
-        return self.process.pid is not None and self.process.exitcode is None
+    def wait_started(self) -> None:
+        """Wait until the process is there.
+
+        Raises:
+            ForkServerError: It will never be.
+        """
+        try:
+            assert self.child.pid
+        except ForkServerError as error:
+            raise ForkServerError(f"rank {self.rank} could not be started: {error}") from error
 
     def wait_report(self) -> None:
         """Take the rank's message; if it has died without one, leave `report` as None."""
         with contextlib.suppress(EOFError, OSError):
-            if self.pipe.poll():
-                self.report = unpack(self.pipe.recv_bytes())
+            if self.child.pipe.poll():
+                self.report = unpack(self.child.pipe.recv_bytes())
                 return
-        self.process.join(_EXIT_WAIT_S)
-
-    def kill(self) -> None:
-        """Kill the process if there is one. Does not wait."""
-        if self.is_running():
-            self.process.kill()
+        self.child.wait(_EXIT_WAIT_S)
 
     def close(self) -> None:
         """Wait until the process is gone, and let go of all descriptors."""
-        self.pipe.close()
-        if self.process.pid is not None:
-            self.process.join()
-            self.process.close()
-
-    def ask_stacks(self) -> None:
-        """Make the rank write the stacks of its threads into its notes."""
-        pid = self.process.pid
-        if pid is not None and self.is_running():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, STACK_SIGNAL)
+        self.child.wait()
+        self.child.close()
 
     def read_notes(self) -> str:
         """Return what the rank has written down so far, without the frames that start a rank."""
-        try:
-            text = self.notes.read_text(errors="replace")
-        except FileNotFoundError:
-            return ""
-        return _FRAMES_OF_OURS.sub("", text)
+        return _FRAMES_OF_OURS.sub("", self.notes.read())
 
 
 def supervise(
@@ -108,31 +93,31 @@ class _Watch:
         """Collect reports until all are in; at the deadline note where the rest were."""
         silent = list(self.handles)
         while silent:
-            signs = [sign for h in silent for sign in (h.pipe, h.process.sentinel)]
+            signs = [sign for h in silent for sign in (h.child.pipe, h.child.sentinel)]
             ready = wait(signs, timeout=max(0.0, self._until_s - time.monotonic()))
             if not ready:
                 self._note_stopped(silent)
                 return
             for handle in silent:
-                if handle.pipe in ready or handle.process.sentinel in ready:
+                if handle.child.pipe in ready or handle.child.sentinel in ready:
                     self._take_report(handle)
             silent = [h for h in silent if h not in self._heard]
 
     def wait_exits(self) -> None:
         """Let all ranks go, now that all have returned, and note those that do not end cleanly."""
         for handle in self.handles:
-            handle.pipe.close()
+            handle.child.pipe.close()
         until_s = time.monotonic() + _EXIT_WAIT_S
         for handle in self.handles:
-            handle.process.join(max(0.0, until_s - time.monotonic()))
-        lingering = [h for h in self.handles if h.is_running()]
+            handle.child.wait(max(0.0, until_s - time.monotonic()))
+        lingering = [h for h in self.handles if h.child.is_running()]
         _collect_stacks(lingering)
         for handle in self.handles:
             if handle in lingering:
                 what = f"returned, but its process did not end within {_EXIT_WAIT_S:g} s"
                 self._note(handle, Outcome.LINGERED, what, handle.read_notes())
-            elif handle.process.exitcode:
-                what = f"returned, then {exit_summary(handle.process.exitcode)} while shutting down"
+            elif handle.child.exit_code:
+                what = f"returned, then {exit_summary(handle.child.exit_code)} while shutting down"
                 self._note(handle, Outcome.LINGERED, what, handle.read_notes())
 
     def _take_report(self, handle: RankHandle) -> None:
@@ -144,8 +129,10 @@ class _Watch:
             summary = f"raised {handle.report.summary}"
             self._note(handle, Outcome.RAISED, summary, handle.report.traceback)
         else:
-            code = handle.process.exitcode
+            code = handle.child.exit_code
             summary = "closed its pipe and lives on" if code is None else exit_summary(code)
+            if code is not None and code >= 0:
+                summary += " before it returned"
             self._note(handle, Outcome.EXITED, summary, handle.read_notes())
         self._until_s = min(self._until_s, time.monotonic() + self._grace_s)
 
@@ -164,13 +151,4 @@ class _Watch:
 
 
 def _collect_stacks(handles: list[RankHandle]) -> None:
-    """Ask for stacks and wait until each has written something and stopped writing."""
-    for handle in handles:
-        handle.ask_stacks()
-    sizes: list[int] = []
-    until_s = time.monotonic() + _STACKS_WAIT_S
-    while handles and time.monotonic() < until_s:
-        time.sleep(0.02)
-        before, sizes = sizes, [len(h.read_notes()) for h in handles]
-        if all(sizes) and sizes == before:
-            return
+    collect_stacks([(handle.child, handle.notes) for handle in handles])

@@ -1,124 +1,22 @@
 """Every name of torch that torch does not export, with what it does for us, one file for a subject.
 
-Pinned by the tests against torch 2.13. When a new torch moves one of them, this is the place to
-change; nothing else in the package may reach into a private name. The lowest layer: imports only
-torch.
+Pinned by the tests against torch 2.13 to 2.15. When a new torch moves one of them, this is the
+place to change; nothing else in the package may reach into a private name. names.py lists them with
+what needs each. The lowest layer: imports only torch and errors. A torch that is too old or too
+new, or lacks a name, is told of here, once.
 """
 
-from paceline.torch_private.autograd import (
-    backward_id,
-    context_gradients,
-    copy_all,
-    current_context_id,
-    enclosing_backward_node,
-    is_inside_backward,
-    is_inside_functional_call,
-    is_inside_transform,
-    optimizer_hook_handles,
-    preserve_versions,
-    queue_callback,
-    storage_references,
-    tensor_exchange,
-    will_run_node,
-)
-from paceline.torch_private.compile import (
-    compiler_callback,
-    never_compiled,
-    not_compiled,
-    not_compiled_itself,
-)
-from paceline.torch_private.groups import (
-    C10D_FILE,
-    attach_cpu_backend,
-    collectives_of_all_groups,
-    collectives_started,
-    default_group,
-    default_group_or_none,
-    gloo_group,
-    gloo_options,
-    group_named,
-    group_store,
-    group_timeout,
-    is_outside_group,
-    registered_name,
-)
-from paceline.torch_private.modules import (
-    BatchNormBase,
-    BufferHookLocation,
-    BuiltinHookType,
-    FutureBase,
-    JoinByMessages,
-    MixedPrecisionConfig,
-    TorchDDP,
-    TorchGradBucket,
-    cast_inputs,
-    device_index,
-    embedding_backward,
-    embedding_bag_backward,
-    embedding_bag_dense_backward,
-    embedding_bag_forward,
-    embedding_bag_weights_backward,
-    knows_sync_batch_norm,
-    move_inputs,
-)
-from paceline.torch_private.profiler import (
-    is_profiled,
-    record_inputs,
-    record_until_done,
-    replace_flight_dumps,
-)
+import warnings
 
-__all__ = [
-    "C10D_FILE",
-    "BatchNormBase",
-    "BufferHookLocation",
-    "BuiltinHookType",
-    "FutureBase",
-    "JoinByMessages",
-    "MixedPrecisionConfig",
-    "TorchDDP",
-    "TorchGradBucket",
-    "attach_cpu_backend",
-    "backward_id",
-    "cast_inputs",
-    "collectives_of_all_groups",
-    "collectives_started",
-    "compiler_callback",
-    "context_gradients",
-    "copy_all",
-    "current_context_id",
-    "default_group",
-    "default_group_or_none",
-    "device_index",
-    "embedding_backward",
-    "embedding_bag_backward",
-    "embedding_bag_dense_backward",
-    "embedding_bag_forward",
-    "embedding_bag_weights_backward",
-    "enclosing_backward_node",
-    "gloo_group",
-    "gloo_options",
-    "group_named",
-    "group_store",
-    "group_timeout",
-    "is_inside_backward",
-    "is_inside_functional_call",
-    "is_inside_transform",
-    "is_outside_group",
-    "is_profiled",
-    "knows_sync_batch_norm",
-    "move_inputs",
-    "never_compiled",
-    "not_compiled",
-    "not_compiled_itself",
-    "optimizer_hook_handles",
-    "preserve_versions",
-    "queue_callback",
-    "record_inputs",
-    "record_until_done",
-    "registered_name",
-    "replace_flight_dumps",
-    "storage_references",
-    "tensor_exchange",
-    "will_run_node",
-]
+# Parts of torch that names are looked up in, and that torch's own import leaves out.
+import torch
+import torch.distributed.algorithms.join
+import torch.distributed.autograd
+import torch.distributed.utils
+import torch.nn.utils.stateless
+
+from paceline.torch_private.names import missing
+from paceline.torch_private.versions import complaint_about
+
+if _complaint := complaint_about(torch.__version__, missing()):
+    warnings.warn(_complaint, stacklevel=2)

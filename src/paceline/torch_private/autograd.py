@@ -13,21 +13,32 @@ import torch.distributed.autograd as dist_autograd
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import rpc
-from torch.nn.utils.stateless import _functional_call
+
+from paceline.torch_private.names import find
+
+_will_execute = find("torch._C._will_engine_execute_node")
+_interpreters = find("torch._C._functorch.peek_interpreter_stack")
+_use_count = find("torch._C._storage_Use_Count")
+_keep_versions = find("torch.autograd._unsafe_preserve_version_counter")
+_foreach_copy = find("torch._foreach_copy_")
+_functional_call = find("torch.nn.utils.stateless._functional_call")
+_is_valid_context = find("torch.distributed.autograd._is_valid_context")
+_current_context = find("torch.distributed.autograd._current_context")
+_is_agent_set = find("torch.distributed.rpc.api._is_current_rpc_agent_set")
 
 
 def will_run_node(node: Any) -> bool:
     """Whether the running backward executes this node. Raises for a leaf that is captured."""
-    return bool(torch._C._will_engine_execute_node(node))
+    return bool(_will_execute(node))
 
 
-backward_id: Callable[[], int] = torch._C._current_graph_task_id
+backward_id: Callable[[], int] = find("torch._C._current_graph_task_id")
 """The number of the backward pass that this thread is running; -1 outside of any."""
 
 
 def is_inside_backward() -> bool:
     """Whether this thread is running a backward pass."""
-    return int(torch._C._current_graph_task_id()) != -1
+    return int(backward_id()) != -1
 
 
 def is_inside_functional_call() -> bool:
@@ -46,7 +57,7 @@ def is_inside_functional_call() -> bool:
 
 def is_inside_transform() -> bool:
     """Whether this runs under torch.func.grad, vmap, or another transform of functions."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _interpreters() is not None
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -74,7 +85,7 @@ def enclosing_backward_node() -> Any:
 
 def storage_references(storage: torch.UntypedStorage) -> int:
     """How many tensors, and a constant, refer to this memory."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(_use_count(storage._cdata))
 
 
 def tensor_exchange() -> Any:
@@ -84,15 +95,13 @@ def tensor_exchange() -> Any:
 
 def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Change tensors in place without autograd noticing."""
-    context: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(  # type: ignore[attr-defined]
-        tuple(tensors)
-    )
+    context: AbstractContextManager[None] = _keep_versions(tuple(tensors))
     return context
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensor by tensor, in one call."""
-    torch._foreach_copy_(list(targets), list(sources))
+    _foreach_copy(list(targets), list(sources))
 
 
 def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -102,7 +111,7 @@ def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     sake of the other ranks.
     """
     try:
-        dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
+        _is_valid_context(context_id)
     except RuntimeError:
         return {}
     return dict(dist_autograd.get_gradients(context_id))  # type: ignore[attr-defined]
@@ -113,10 +122,10 @@ def current_context_id() -> int | None:
 
     Valid in a forward only: the threads of a distributed backward are in no context.
     """
-    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+    if not rpc.is_available() or not _is_agent_set():
         return None
     try:
-        return int(dist_autograd._current_context()._context_id())  # type: ignore[attr-defined]
+        return int(_current_context()._context_id())
     except RuntimeError:
         return None
 

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+
+from paceline.torch_private.names import find
+
+_get_default_group = find("torch.distributed.distributed_c10d._get_default_group")
+_rank_not_in_group = find("torch.distributed.distributed_c10d._rank_not_in_group")
 
 if not dist.is_initialized():
     # Its functions have the default group as default argument: None here, but the group, for ever,
@@ -21,6 +25,20 @@ if not dist.is_initialized():
 
 C10D_FILE: str = distributed_c10d.__file__
 """Where the functions of ``torch.distributed`` are: frames are compared with it."""
+
+
+SHRINK_ABORT: int = distributed_c10d.SHRINK_ABORT
+
+
+def is_backend_in_use(backend: Any) -> bool:
+    """Whether a group that is registered has this backend for the CPU."""
+    for group in list(distributed_c10d._world.pg_map):
+        try:
+            if group._get_backend(torch.device("cpu")) is backend:
+                return True
+        except RuntimeError:  # it has none for the CPU
+            continue
+    return False
 
 
 def collectives_started(group: dist.ProcessGroup) -> int:
@@ -88,7 +106,8 @@ def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
 
 def default_group() -> dist.ProcessGroup:
     """The group of ``init_process_group``."""
-    return _get_default_group()
+    group: dist.ProcessGroup = _get_default_group()
+    return group
 
 
 def default_group_or_none() -> dist.ProcessGroup | None:

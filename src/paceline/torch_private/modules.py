@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _get_device_index
+import torch.utils._pytree as _pytree
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation as BufferHookLocation
 from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecisionConfig
 
-# TorchDDP is bound here, at import: torch's own tests put our class in the place of that name.
+from paceline.torch_private.names import find
+
+_get_device_index = find("torch._utils._get_device_index")
+_to_kwargs = find("torch.distributed.utils._to_kwargs")
+_cast_forward_inputs = find("torch.distributed.utils._cast_forward_inputs")
+_own_backend_name = find("torch._C._get_privateuse1_backend_name")
+
+# TorchDDP and TorchSyncBatchNorm are bound here, at import: patch_torch and torch's own tests put
+# our classes in the place of those names.
 __all__ = [
+    "FIRST_BUCKET_BYTES",
     "BatchNormBase",
     "BufferHookLocation",
     "BuiltinHookType",
@@ -25,6 +34,7 @@ __all__ = [
     "MixedPrecisionConfig",
     "TorchDDP",
     "TorchGradBucket",
+    "TorchSyncBatchNorm",
     "cast_inputs",
     "device_index",
     "embedding_backward",
@@ -34,11 +44,15 @@ __all__ = [
     "embedding_bag_weights_backward",
     "knows_sync_batch_norm",
     "move_inputs",
+    "registered_contents",
 ]
 
 
 FutureBase: type = torch._C.Future
 """What hooks return: ``then()`` gives a base-class future."""
+
+FIRST_BUCKET_BYTES: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+"""Dynamo's graphs of a wrapped module may not be smaller."""
 
 TorchGradBucket: type = dist.GradBucket  # type: ignore[attr-defined]
 BuiltinHookType: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
@@ -95,14 +109,20 @@ def device_index(device: Any) -> int:
 
 def knows_sync_batch_norm(device: torch.device) -> bool:
     """Whether torch's SyncBatchNorm has kernels for a device."""
-    own: str = torch._C._get_privateuse1_backend_name()
+    own: str = _own_backend_name()
     return device.type in ("cuda", "hpu", "xpu", own)
 
 
 # The two halves of ``embedding_bag`` and ``embedding``, as autograd calls them. Parameter servers
 # pool many tables by one call, and need the backward for each (``ps/client/bag_pooling.py``).
-embedding_bag_forward = torch._embedding_bag
+embedding_bag_forward = find("torch._embedding_bag")
 embedding_bag_backward = torch.ops.aten._embedding_bag_backward.default
 embedding_bag_dense_backward = torch.ops.aten._embedding_bag_dense_backward.default
 embedding_bag_weights_backward = torch.ops.aten._embedding_bag_per_sample_weights_backward.default
 embedding_backward = torch.ops.aten.embedding_backward.default
+
+
+def registered_contents(value: Any) -> list[Any]:
+    """Return what a type holds that its author has registered with torch's pytrees."""
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return list(node.flatten_fn(value)[0]) if node is not None else []

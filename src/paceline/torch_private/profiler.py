@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from paceline.torch_private.names import find, is_there
+
+_profiler_enabled = find("torch.autograd._profiler_enabled")
+if not is_there(_profiler_enabled):
+    _profiler_enabled = bool  # every forward asks: only the profiler's events are lost
+_record_fast = find("torch._C._profiler._RecordFunctionFast")
+_FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 def replace_flight_dumps(as_pickle: Callable[..., bytes], as_json: Callable[..., bytes]) -> None:
@@ -39,16 +49,26 @@ def replace_flight_dumps(as_pickle: Callable[..., bytes], as_json: Callable[...,
     c10d._dump_fr_trace, c10d._dump_fr_trace_json = _dump_fr_trace, _dump_fr_trace_json
 
 
+def flight_entries(count: int) -> list[str]:
+    """Tell the latest collectives of the flight recorder, newest first; none if it is off."""
+    if not any(os.environ.get(each, "0") != "0" for each in _FLIGHT_SIZES):
+        return []
+    c10d: Any = torch._C._distributed_c10d
+    entries = json.loads(c10d._dump_fr_trace_json(True, False)).get("entries", [])
+    return [
+        f"{each.get('profiling_name')} #{each.get('collective_seq_id')}, {each.get('state')}"
+        for each in reversed(entries[-count:])
+    ]
+
+
 def is_profiled() -> bool:
     """Say whether a profiler is recording this thread."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+    return bool(_profiler_enabled())
 
 
 def record_inputs(name: str, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Record an event for the profiler, with the shapes of tensors."""
-    event: AbstractContextManager[None] = torch._C._profiler._RecordFunctionFast(
-        name, list(tensors)
-    )
+    event: AbstractContextManager[None] = _record_fast(name, list(tensors))
     return event
 
 

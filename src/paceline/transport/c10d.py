@@ -7,7 +7,7 @@ buckets or steps: it sums flat tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from paceline.liveness import Watch, watch_of
 from paceline.transport.messages import GroupMessages
 from paceline.transport.sparse import SparseSum
-from paceline.types import Messages
+from paceline.types import Messages, Reduction
 
 
 class C10dReduction:
@@ -40,6 +40,49 @@ class C10dReduction:
         """Run ``callback`` on the backend's thread when the work completes."""
         future = self._work.get_future()
         future.add_done_callback(lambda _: callback(time.perf_counter_ns()))
+
+
+class C10dExchange:
+    """Tensors on their way from each rank to each."""
+
+    __slots__ = ("_outputs", "_received", "_reduction")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        watch: Watch,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        sent = torch.cat([_bytes(each) for each in inputs])
+        sizes = [each.nbytes for each in outputs]
+        received = sent.new_empty(sum(sizes))
+        work = watch.start(
+            "all_to_all over the process group",
+            lambda: group.alltoall_base(received, sent, sizes, [each.nbytes for each in inputs]),
+        )
+        self._reduction = C10dReduction(work, watch)
+        self._outputs: Sequence[torch.Tensor] = outputs
+        self._received = received.split(sizes)
+
+    def wait(self) -> None:
+        """Block until all is here."""
+        self._reduction.wait()
+        for output, received in zip(self._outputs, self._received, strict=True):
+            output.copy_(received.view(output.dtype))
+        self._outputs, self._received = (), ()
+
+    def is_done(self) -> bool:
+        """Poll the work."""
+        return self._reduction.is_done()
+
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Run ``callback`` when all has arrived."""
+        self._reduction.on_done(callback)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class C10dTransport:
@@ -71,6 +114,12 @@ class C10dTransport:
     def start_last(self, flat: torch.Tensor) -> C10dReduction:
         """At once: it goes on while backward ends."""
         return self.start(flat)
+
+    def start_all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Reduction:
+        """As bytes, in one message for each pair of ranks."""
+        return C10dExchange(self._group, self._watch, outputs, inputs)
 
     def start_sparse(self, gradient: torch.Tensor) -> SparseSum:
         """Gather the rows of all ranks, and add them up."""

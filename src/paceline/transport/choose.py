@@ -6,7 +6,7 @@ Every rank comes to the same decision, and ``ddp.stats()`` says which and why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,11 @@ class DeferredTransport:
             self._chosen = self._choose()
         return self._chosen
 
+    def abort(self) -> None:
+        """End shared memory for all ranks of this host; who waits there raises. From any thread."""
+        if isinstance(self._chosen, ShmTransport):
+            self._chosen.abort()
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave shared memory, if it was chosen: peers that wait there are told."""
         if isinstance(self._chosen, ShmTransport):
@@ -97,6 +102,12 @@ class DeferredTransport:
     def start_last(self, flat: torch.Tensor) -> Reduction:
         """See :class:`paceline.types.Transport`."""
         return self.resolve().start_last(flat)
+
+    def start_all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Reduction:
+        """See :class:`paceline.types.Transport`."""
+        return self.resolve().start_all_to_all(outputs, inputs)
 
     def start_sparse(self, gradient: torch.Tensor) -> Reduction:
         """See :class:`paceline.types.Transport`."""

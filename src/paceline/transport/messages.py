@@ -17,7 +17,7 @@ from paceline.liveness import gather_all, watch_of
 from paceline.shm import SharedGroup
 from paceline.shm.collectives.group import BLOCKING
 from paceline.shm.core.dtypes import OPS
-from paceline.torch_private import copy_all
+from paceline.torch_private.autograd import copy_all
 from paceline.types import Messages
 
 
@@ -84,8 +84,13 @@ def broadcast_tensors(
     tensors: Sequence[torch.Tensor],
     chunk_bytes: int,
     source: int,
+    *,
+    fills: bool = True,
 ) -> None:
-    """Copy tensors from one rank to all, many in one message."""
+    """Copy tensors from one rank to all, many in one message.
+
+    Without ``fills`` this rank takes part, and keeps its own.
+    """
     for chunk in _chunks(tensors, chunk_bytes):
         first = chunk[0]
         numel = sum(tensor.numel() for tensor in chunk)
@@ -94,7 +99,7 @@ def broadcast_tensors(
         else:
             flat = torch.empty(numel, dtype=first.dtype, device=first.device)
         messages.broadcast(what, flat, source)
-        if messages.rank != source:
+        if messages.rank != source and fills:
             parts = flat.split([tensor.numel() for tensor in chunk])
             pairs = zip(parts, chunk, strict=True)
             copy_all(chunk, [part.view(tensor.shape) for part, tensor in pairs])

@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -25,15 +25,11 @@ from paceline.shm import Connection, SharedGroup
 from paceline.shm.attach.connection import describe_rank_end
 from paceline.shm.backend.work import FutureThread
 from paceline.shm.collectives.chunked import ChunkedReducer
-from paceline.shm.collectives.cross_host import CrossHostGroup, count_lanes, lane_ranks
+from paceline.shm.collectives.cross_host import CrossHostGroup, count_leaders, leader_ranks
 from paceline.shm.collectives.pending import InFlight
 from paceline.shm.core.dtypes import OPS
-from paceline.torch_private import (
-    group_timeout,
-    is_profiled,
-    record_inputs,
-    record_until_done,
-)
+from paceline.torch_private.groups import group_timeout
+from paceline.torch_private.profiler import is_profiled, record_inputs, record_until_done
 from paceline.transport.c10d import C10dTransport
 from paceline.transport.messages import SharedMessages
 from paceline.transport.sparse import SparseSum
@@ -100,11 +96,11 @@ class LateSum:
 
 
 class ShmTransport:
-    """Sums over the ranks of one host, or of several with lanes between them.
+    """Sums over the ranks of one host, or of several.
 
     Args:
         connection: Of all ranks of the group.
-        group: To make the lanes from, and for messages if there are several hosts.
+        group: To make the leader group from, and for messages if there are several hosts.
             Its time-out is the deadline of a reduction.
     """
 
@@ -128,21 +124,31 @@ class ShmTransport:
             self.name = "shm"
             self.reason = f"{ranks} ranks share the memory of one host"
             self._group = SharedGroup(connection, 0, timeout_s)
-            self.messages = SharedMessages(SharedGroup(connection, 1, timeout_s), group)
+            side = SharedGroup(connection, 1, timeout_s)
+            self.messages = SharedMessages(side, group)
             part: SharedGroup | CrossHostGroup = self._group
+            self._parts: list[SharedGroup | CrossHostGroup] = [part, side]
         else:
             self.name = f"shm+{self._c10d.name}"
-            lanes = count_lanes(connection)
-            self.reason = f"{ranks} ranks on {hosts} hosts: shared memory inside, {lanes} lanes"
-            lane = _make_lane(connection, group, timeout)
-            part = CrossHostGroup(connection, lane, timeout_s, watch_of(group))
+            leaders = count_leaders(connection)
+            self.reason = (
+                f"{ranks} ranks on {hosts} hosts: shared memory inside, {leaders} leaders on each"
+            )
+            leader_group = _make_leader_group(connection, group, timeout)
+            part = CrossHostGroup(connection, leader_group, timeout_s, watch_of(group))
             self._reducer = ChunkedReducer(part)
+            self._parts = [part]
         # The watch lasts as long as the group, and must not keep this memory.
         watch_of(group).lost_peers.describe_end = functools.partial(
             describe_rank_end, weakref.ref(connection)
         )
         self._futures = FutureThread()
         self._finalizer = finalize_here(self, _close, part, connection, self._futures)
+
+    def abort(self) -> None:
+        """End it for all ranks of this host; who waits raises. From any thread."""
+        for part in self._parts:
+            part.abort()
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave: peers are told at once, with the exception. What is under way raises."""
@@ -178,6 +184,14 @@ class ShmTransport:
         is_late = flat.nbytes <= self.late_bytes and not flat.is_complex() and not is_profiled()
         return LateSum(group, flat) if group is not None and is_late else self.start(flat)
 
+    def start_all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Reduction:
+        """Through the memory of the host, in the order of sums; between hosts by the group."""
+        if self._group is None:
+            return self._c10d.start_all_to_all(outputs, inputs)
+        return ShmReduction(self._group.all_to_all(outputs, inputs))
+
     def start_sparse(self, gradient: torch.Tensor) -> SparseSum:
         """Gather the rows of all ranks, and add them up."""
         return SparseSum(self.messages, gradient)
@@ -205,16 +219,16 @@ def _close(
     futures.close()
 
 
-def _make_lane(
+def _make_leader_group(
     connection: Connection, group: dist.ProcessGroup, timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Make the c10d group of this rank's lane; only its members take part.
+    """Make the c10d group of the leaders with this rank's index; only they take part.
 
     gloo, whatever the default group is: the slices are CPU tensors.
     """
-    if connection.index >= count_lanes(connection):
+    if connection.index >= count_leaders(connection):
         return None
-    ranks = lane_ranks(connection.hosts, connection.index)
+    ranks = leader_ranks(connection.hosts, connection.index)
     everybody = dist.get_process_group_ranks(group)
     members = [everybody[rank] for rank in ranks]
     make = functools.partial(
@@ -223,7 +237,7 @@ def _make_lane(
         timeout=timeout,
         backend="gloo",
         use_local_synchronization=True,
-        group_desc="paceline lane",
+        group_desc="paceline leaders",
     )
-    lane: dist.ProcessGroup = watch_of(group).call("the making of lanes between hosts", make)
-    return lane
+    made: dist.ProcessGroup = watch_of(group).call("the making of groups between hosts", make)
+    return made

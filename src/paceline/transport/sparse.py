@@ -14,7 +14,7 @@ seen once in a test of 17 s, and by AddressSanitizer, with torch 2.13.0. ``ALLGA
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
 import torch
@@ -43,6 +43,54 @@ def sum_sparse(messages: Messages, gradient: torch.Tensor) -> None:
         check_invariants=False,
     )
     gradient.copy_(total.coalesce())
+
+
+def add_sparse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left + right, coalesced: rows of one side stay as they are, bit for bit."""
+    left, right = left.coalesce(), right.coalesce()
+    total = torch.sparse_coo_tensor(
+        torch.cat([left.indices(), right.indices()], dim=1),
+        torch.cat([left.values(), right.values()]),
+        left.shape,
+        check_invariants=False,
+    )
+    return total.coalesce()
+
+
+def gather_sparse(
+    messages: Messages, mine: Sequence[torch.Tensor], counts: Sequence[int]
+) -> list[list[torch.Tensor]]:
+    """Return the sparse tensors of all ranks, each of which has a number of them. Collective.
+
+    Args:
+        messages: Between the ranks.
+        mine: This rank's, coalesced, all of one shape and dtype.
+        counts: How many each rank has.
+    """
+    most = max(counts)
+    rows = torch.tensor([each._nnz() for each in mine] + [0] * (most - len(mine)))
+    what = "number of rows of sparse gradients"
+    all_rows = [each.tolist() for each in messages.gather(what, rows.to(mine[0].device))]
+    packed = torch.cat([_pack(each, each._nnz()) for each in mine])
+    row_bytes = INDEX_BYTES * mine[0].sparse_dim() + _row_bytes(_real(mine[0].values()))
+    longest = max(sum(each) for each in all_rows) * row_bytes
+    padded = packed.new_zeros(max(longest, 1))
+    padded[: len(packed)] = packed
+    parts = messages.gather("sum of sparse gradients", padded)
+    found = []
+    for part, their_rows, count in zip(parts, all_rows, counts, strict=True):
+        pieces = part[: sum(their_rows) * row_bytes].split([n * row_bytes for n in their_rows])
+        pairs = list(zip(pieces, their_rows, strict=True))[:count]
+        found.append([_rebuild(piece, n, mine[0]) for piece, n in pairs])
+    return found
+
+
+def _rebuild(packed: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tensor:
+    # Cloned: a piece may begin anywhere, and int64 wants to be aligned.
+    indices, values = _unpack(packed.clone(), count, like)
+    return torch.sparse_coo_tensor(
+        indices, values, like.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _gather_counts(messages: Messages, gradient: torch.Tensor) -> list[int]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline.errors import DesynchronizedError
+from paceline.errors import BackwardOutsideNoSyncError, DesynchronizedError
 from paceline.testing import run_ranks
 from tests.ddp.compare import assert_close, batch, gradients, reference_gradients
 from tests.ddp.models import mlp
@@ -151,6 +151,89 @@ def test_before_the_first_common_step_it_is_a_warning(step: int) -> None:
     for texts in run_ranks(2, on_rank):
         assert len(texts) == 1
         assert "Ranks are out of step" in texts[0]
+
+
+# --- the forward inside of no_sync, the backward outside: an error at the update ----------------
+
+
+def backward_outside(ddp: DDP, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        value = loss(ddp, step)
+    value.backward()
+    optimizer.step()
+
+
+def last_backward_outside(ddp: DDP, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss(ddp, step).backward()
+    with ddp.no_sync():
+        value = loss(ddp, step + 50)
+    value.backward()
+    optimizer.step()
+
+
+def in_a_closure(ddp: DDP, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            value = loss(ddp, step)
+        value.backward()
+        return value.item()
+
+    optimizer.step(closure)
+
+
+def tell(loop: Loop, transport: str) -> tuple[str, bool, bool]:
+    """Return the error of a loop, whether parameters kept their values, and that it goes on."""
+    ddp, optimizer = make(transport)
+    train(ddp, optimizer, 0)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    with pytest.raises(BackwardOutsideNoSyncError) as caught:
+        loop(ddp, optimizer, 1)
+    is_kept = all(map(torch.equal, before, ddp.parameters()))
+    optimizer.zero_grad()
+    with ddp.no_sync():
+        first = loss(ddp, 2)
+    first.backward()
+    loss(ddp, 3).backward()
+    wanted = reference_gradients(ddp, lambda m, rank: loss(m, 2, rank) + loss(m, 3, rank))
+    assert_close(gradients(ddp), wanted)
+    optimizer.step()
+    return str(caught.value), is_kept, ddp.stats().steps > 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backward_outside_of_no_sync_is_an_error_at_the_update(transport: str) -> None:
+    def on_rank() -> list[tuple[str, bool, bool]]:
+        return [tell(loop, transport) for loop in (backward_outside, last_backward_outside)]
+
+    for rank, found in enumerate(run_ranks(2, on_rank)):
+        for text, is_kept, goes_on in found:
+            assert text.startswith(f"Rank {rank}: ")
+            assert "Leave no_sync() for the last forward" in text
+            assert is_kept, "the optimizer stepped all the same"
+            assert goes_on
+
+
+def test_a_closure_is_found_after_its_step() -> None:
+    def on_rank() -> str:
+        ddp, optimizer = make()
+        with pytest.raises(BackwardOutsideNoSyncError) as caught:
+            in_a_closure(ddp, optimizer, 0)
+        return str(caught.value)
+
+    assert all("no_sync()" in text for text in run_ranks(2, on_rank))
+
+
+def test_one_rank_has_nothing_to_average() -> None:
+    def on_rank() -> int:
+        ddp, optimizer = make()
+        for step in range(3):
+            backward_outside(ddp, optimizer, step)
+        return 1
+
+    assert run_ranks(1, on_rank) == [1]
 
 
 # --- a forward that raises on one rank -----------------------------------------------------------

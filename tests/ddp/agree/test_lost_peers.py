@@ -31,7 +31,7 @@ from paceline.transport import choose
 
 VICTIM = 1
 RANKS = 3
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 
 
 def die() -> None:
@@ -72,7 +72,7 @@ def survivors_name_the_victim(
             time.sleep(0.01)
 
     with pytest.raises(RanksFailedError) as failed:
-        run_ranks(RANKS, record, timeout_s=PATIENCE_S, grace_s=PATIENCE_S)
+        run_ranks(RANKS, record, timeout_s=TIMEOUT_S, grace_s=TIMEOUT_S)
     outcomes = {failure.rank: failure.outcome for failure in failed.value.failures}
     assert outcomes[VICTIM] is Outcome.EXITED
     named = sorted(tmp_path.glob("named*"))
@@ -167,7 +167,7 @@ class TestFailsInTheConstructor:
                 assert caught.value.rank == VICTIM
             return str(caught.value)
 
-        for text in run_ranks(RANKS, run, timeout_s=PATIENCE_S):
+        for text in run_ranks(RANKS, run, timeout_s=TIMEOUT_S):
             assert "no luck" in text
 
     def test_an_argument_that_is_wrong_on_one_rank(self) -> None:
@@ -179,7 +179,7 @@ class TestFailsInTheConstructor:
                 assert caught.value.rank in (VICTIM, None)
             return str(caught.value)
 
-        for text in run_ranks(RANKS, run, timeout_s=PATIENCE_S):
+        for text in run_ranks(RANKS, run, timeout_s=TIMEOUT_S):
             assert "explode" in text
 
 
@@ -197,7 +197,7 @@ class TestNoMemory:
             step(ddp)
             return ddp._transport.name, ddp._transport.reason
 
-        for name, reason in run_ranks(RANKS, run, timeout_s=PATIENCE_S):
+        for name, reason in run_ranks(RANKS, run, timeout_s=TIMEOUT_S):
             assert name == "c10d:gloo"
             assert reason.startswith(f"rank {victim} could not share memory")
             assert {"descriptors": "ulimit -n", "file size": "File too large"}[limit] in reason

@@ -19,7 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from paceline import DistributedDataParallel as DDP
 from paceline.hooks import allreduce_hook
-from paceline.torch_private import MixedPrecisionConfig
+from paceline.torch_private.modules import MixedPrecisionConfig
 from tests.ddp.compare import TOLERANCES, batch
 
 WIDTH, STEPS, RATE = 4, 3, 0.1
@@ -39,9 +39,12 @@ FEATURES: dict[str, list[Any]] = {
     "nonfinite": ["ignore", "skip"],
     "optimizer": ["after", "in backward"],
     "transport": ["shm", "c10d"],
+    "check_every": [None, 1],
     "buckets": ["many", "one"],
     "views": [None, True, False],
     "zero": ["to none", "never"],
+    "lazy": [False, True],
+    "finalize": ["in backward", "by hand"],
 }
 
 
@@ -98,8 +101,10 @@ def options_of(case: dict[str, Any], model: nn.Module) -> dict[str, Any]:
         "static_graph": case["graph"] == "static",
         "find_unused_parameters": case["graph"] == "unused",
         "nonfinite": case["nonfinite"],
+        "check_every": case["check_every"],
         "mixed_precision": config if case["precision"] == "mixed" else None,
         "bucket_cap_mb": 1e-4 if case["buckets"] == "many" else None,
+        "lazy_bucket_allocation": case["lazy"],
     }
     if case["delayed"]:
         head = "own" if isinstance(model, Around) else "head"
@@ -119,8 +124,9 @@ def wrap(case: dict[str, Any], models: list[nn.Module]) -> list[DDP]:
         models[0].inner = DDP(models[0].inner, **options)
         inner.append(models[0].inner)
     wrapped = [DDP(model, **options_of(case, model)) for model in models]
-    if case["hook"]:
-        for each in (*wrapped, *inner):
+    for each in (*wrapped, *inner):
+        each.require_manual_backward_finalization = case["finalize"] == "by hand"
+        if case["hook"]:
             each.register_comm_hook(None, allreduce_hook)
     return [*wrapped, *inner]
 
@@ -179,6 +185,9 @@ class Training:
                     if is_local:
                         stack.enter_context(wrapper.no_sync())
                 self.loss(self.called, step, micro, self.rank).backward()
+        if self.case["finalize"] == "by hand":
+            for wrapper in self.wrappers:
+                wrapper.finalize_backward()
 
     def run_step_alone(self, step: int) -> None:
         """On the data of all ranks."""

@@ -17,6 +17,7 @@ from tests.ddp.compare import (
     assert_close,
     assert_identical,
     assert_same_on_all_ranks,
+    assert_sum_over_batches,
     batch,
     gradients,
     reference_gradients,
@@ -84,7 +85,7 @@ class TestInBackward:
             ddp = DDP(model, bucket_cap_mb=1e-5)
             ddp(batch(0)).square().mean().backward()  # shows the order
             before = last.detach().clone()
-            moved = []
+            moved: list[bool] = []
 
             def look(*_: Any) -> None:
                 dist.barrier()  # gives the reductions that have started time to end
@@ -92,12 +93,17 @@ class TestInBackward:
 
             for layer in model[1::2]:
                 layer.register_full_backward_pre_hook(look)
-            ddp(batch(1)).square().mean().backward()
-            return moved
+            is_early = []
+            for step in range(1, 11):  # on a busy machine, they do not always get that time
+                before.copy_(last.detach())
+                moved.clear()
+                ddp(batch(step)).square().mean().backward()
+                assert len(moved) == 5
+                is_early.append(moved[-1])
+            return is_early
 
-        for moved in run_ranks(2, on_rank):
-            assert len(moved) == 5
-            assert moved[-1]
+        for is_early in run_ranks(2, on_rank):
+            assert any(is_early)
 
     def test_find_unused(self) -> None:
         def on_rank() -> None:
@@ -213,12 +219,7 @@ class TestDelayed:
                 for micro in range(3):
                     with ddp.no_sync() if micro < 2 else contextlib.nullcontext():
                         ddp(batch(10 * step + micro)).square().mean().backward()
-
-                def loss(plain: nn.Module, rank: int, step: int = step) -> Tensor:
-                    inputs = [batch(10 * step + micro, rank) for micro in range(3)]
-                    return torch.stack([plain(x).square().mean() for x in inputs]).sum()
-
-                assert_close(gradients(ddp), reference_gradients(ddp, loss))
+                assert_sum_over_batches(ddp, [10 * step + micro for micro in range(3)])
 
         run_ranks(2, on_rank)
 

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import ConfigurationError, DesynchronizedError, SharedParametersError
-from paceline.torch_private import MixedPrecisionConfig
+from paceline.torch_private.modules import MixedPrecisionConfig
 from tests.ddp.checks import Checks, Outcomes, assert_passed
 from tests.ddp.compare import TorchDDP, assert_close, batch, gradients, reference_gradients
 from tests.ddp.models import mlp

@@ -23,7 +23,7 @@ from paceline.buckets.bucket import Bucket
 from paceline.ddp.autograd.hooks import PythonReadyQueue
 from paceline.native.extension import native
 from paceline.testing import run_ranks
-from paceline.torch_private import tensor_exchange
+from paceline.torch_private.autograd import tensor_exchange
 from tests.ddp.compare import batch
 
 pytestmark = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")

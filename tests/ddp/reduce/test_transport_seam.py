@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
+from paceline.errors import CollectiveInputError
 from paceline.testing import run_ranks
 from paceline.transport import C10dTransport, choose
 from paceline.types import Reduction
@@ -99,3 +100,16 @@ def test_gradients_live_in_the_memory_of_the_transport() -> None:
         ["allocate", "start"] + ["allocate"] * buckets + ["start"] * 3 * buckets
     )
     assert buckets > 1
+
+
+def test_what_shared_memory_cannot_sum_is_named() -> None:
+    def on_rank() -> None:
+        ddp = DDP(nn.Linear(2, 2), transport="shm")
+        flat = torch.ones(4).to(torch.float8_e4m3fn)
+        for start in (ddp._transport.start, ddp._transport.resolve()._group.all_reduce):
+            arguments = (flat,) if start == ddp._transport.start else (flat, 0)
+            with pytest.raises(CollectiveInputError, match="float8_e4m3fn cannot be summed"):
+                start(*arguments)
+        ddp(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(2, on_rank)

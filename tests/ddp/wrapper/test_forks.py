@@ -323,8 +323,9 @@ def fork_in_a_signal() -> None:
         dist.distributed_c10d._get_default_store().get("forked")
         dist.barrier()
         return
-    dist.distributed_c10d._get_default_store().set("waiter", str(home))
+    # Before anybody may send the signal: a child would wait for a thread that it does not have.
     _tell_when(lambda: bool(children))
+    dist.distributed_c10d._get_default_store().set("waiter", str(home))
     try:
         dist.barrier()
     except GroupClosedError as error:

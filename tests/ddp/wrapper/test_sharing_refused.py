@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import SharedParametersError
-from paceline.torch_private import MixedPrecisionConfig
+from paceline.torch_private.modules import MixedPrecisionConfig
 from tests.ddp.checks import Checks, Outcomes, assert_passed
 from tests.ddp.compare import assert_close, gradients
 from tests.ddp.parity.test_sharing import loss_of, nets, total

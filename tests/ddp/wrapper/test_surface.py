@@ -8,7 +8,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline import DistributedDataParallel
-from paceline.ddp.torch_surface import TorchSurface
 
 # Inherited: they work on the module, or on attributes that we have, not on torch's reducer.
 INHERITED = {
@@ -53,11 +52,17 @@ OUT_OF_REACH = {
     "_sync_module_buffers",
 }
 
+# Arguments that torch's class has since a later version than the one that is installed may be.
+SINCE_2_15 = ["lazy_bucket_allocation"]
+
 BOILERPLATE = {"__doc__", "__module__", "__abstractmethods__", "__annotations__", "_abc_impl"}
 
 
 def own_names() -> set[str]:
-    return set(vars(DistributedDataParallel)) | set(vars(TorchSurface))
+    ours = (
+        base for base in DistributedDataParallel.__mro__ if base.__module__.startswith("paceline.")
+    )
+    return {name for base in ours for name in vars(base)}
 
 
 def test_every_name_of_torch_is_accounted_for() -> None:
@@ -77,8 +82,16 @@ def test_arguments_are_those_of_torch_in_the_same_order() -> None:
     for name, parameter in theirs.items():
         if name != "gradient_as_bucket_view":
             assert ours[name].default == parameter.default, name
-    added = [ours[name] for name in list(ours)[len(theirs) :]]
-    assert [p.name for p in added] == ["nonfinite", "missing_gradients", "transport"]
+    newer = [] if theirs.keys() >= set(SINCE_2_15) else SINCE_2_15
+    assert list(ours)[len(theirs) :][: len(newer)] == newer
+    added = [ours[name] for name in list(ours)[len(theirs) + len(newer) :]]
+    assert [p.name for p in added] == [
+        "nonfinite",
+        "missing_gradients",
+        "transport",
+        "check_every",
+        "shards",
+    ]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in added)
 
 

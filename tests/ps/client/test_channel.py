@@ -55,7 +55,7 @@ def test_a_trainer_waits_for_a_server_that_comes_back_later(
 ) -> None:
     local = start_servers(1, directory=tmp_path)
     with ps.connect(local, timeout_s=60) as servers:
-        servers.channels[0]._patience = servers.channels[0]._patience.__class__(warn_s=0.3)
+        servers.channels[0]._limits = servers.channels[0]._limits.__class__(warn_s=0.3)
         module = make(servers)
         local.kill(0)
         module_output: list[float] = []
@@ -111,7 +111,7 @@ def test_the_deadline_is_an_error_that_names_the_server(start_servers: Start) ->
     with ps.connect(local) as servers:
         module = make(servers)
         local.kill(1)
-        servers.channels[1]._patience = type(servers.channels[1]._patience)(timeout_s=0.5)
+        servers.channels[1]._limits = type(servers.channels[1]._limits)(timeout_s=0.5)
         with pytest.raises(ServerLostError, match=r"no answer from server 1 .* within 0.5 s"):
             module(IDS)
 
@@ -168,17 +168,17 @@ def test_unacknowledged_pushes_are_bounded(start_servers: Start, tmp_path: Path)
     local = start_servers(1, directory=tmp_path)
     with ps.connect(local) as servers:
         channel = servers.channels[0]
-        kind = type(channel._patience)
+        kind = type(channel._limits)
         module = make(servers, pooling="trainer")
         outputs = [module(IDS) for _ in range(10)]
         local.kill(0)
-        channel._patience = kind(kept_bytes=10_000, timeout_s=0.3)
+        channel._limits = kind(kept_bytes=10_000, timeout_s=0.3)
         loss = torch.cat(outputs).sum()
         with pytest.raises(ServerLostError, match="push"):
             loss.backward()
         assert channel._ledger.kept_bytes < 20_000
         local.restart(0)
-        channel._patience = kind()
+        channel._limits = kind()
         servers.flush()
 
 

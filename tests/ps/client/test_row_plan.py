@@ -35,8 +35,8 @@ def test_each_id_once_on_its_server_and_found_again(
         ordered = found.places(table)
         assert found.ids[ordered].tolist() == sorted(set(mine.tolist()))
         counts = np.unique(mine, return_counts=True)[1]
-        assert found.twice[table] == (counts >= 2).any()
-        assert found.thrice[table] == (counts >= 3).any()
+        assert found.has_pairs[table] == (counts >= 2).any()
+        assert found.has_triples[table] == (counts >= 3).any()
         for server in range(servers):
             low = found.starts[server * tables + table]
             high = found.starts[server * tables + table + 1]

@@ -162,11 +162,11 @@ def test_another_server_at_the_same_place_is_news(one: ps.LocalServers) -> None:
     with ps.connect(one) as servers:
         link = servers.channels[0]._link
         link._leave_shm()
-        link.at_rest("another one")
+        link.use_shm("another one")
         assert servers.routes == ["ipc"]
-        assert link.news() is LinkEvent.BROKEN
-        assert link.news() is LinkEvent.NOTHING
-        link.at_rest(servers.channels[0]._ledger.incarnation)
+        assert link.take_event() is LinkEvent.BROKEN
+        assert link.take_event() is LinkEvent.NOTHING
+        link.use_shm(servers.channels[0]._ledger.incarnation)
         assert servers.routes == [SHARED]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import socket
@@ -31,6 +30,7 @@ from paceline.ps.protocol.wire import (
     unpack,
 )
 from paceline.ps.server.process import serve, set_up_logging
+from tests.children import server_process
 from tests.ps.data_messages import pack_data
 from tests.ps.patient_client import SPEC, PatientClient
 from tests.ps.raw_client import RawClient, attach_frames, rows_frames
@@ -89,7 +89,7 @@ def mutated(frames: list[bytes], chance: random.Random) -> list[bytes]:
     return frames
 
 
-def serve_with_log(settings: ServerSettings, ready: Connection, log: str) -> None:
+def serve_with_log(ready: Connection, settings: ServerSettings, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -100,24 +100,8 @@ def serve_with_log(settings: ServerSettings, ready: Connection, log: str) -> Non
 @contextmanager
 def server(tmp_path: Path) -> Iterator[tuple[str, int]]:
     settings = ServerSettings(f"ipc://{tmp_path / 's'}", save_root=tmp_path / "saves")
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    arguments = (settings, writer, str(tmp_path / "log"))
-    process = context.Process(target=serve_with_log, args=arguments)
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(60), "the server did not start"
-        yield reader.recv(), process.pid or 0
-        assert process.is_alive()
-        process.terminate()
-        process.join(60)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        reader.close()
+    with server_process(serve_with_log, settings, str(tmp_path / "log")) as (address, child):
+        yield address, child.pid
 
 
 def noise(path: str, chance: random.Random) -> None:

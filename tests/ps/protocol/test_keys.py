@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from paceline.errors import ConfigurationError
 from paceline.ps.protocol.keys import ClientKeys, make_keys, read_client_keys, read_server_keys
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.protocol.table_spec import TableSpec
+from tests.children import server_process
 from tests.ps.protocol.test_fuzz import serve_with_log
 from tests.ps.raw_client import RawClient
 
@@ -108,20 +107,8 @@ def test_tcp_needs_keys(tmp_path: Path) -> None:
 @contextmanager
 def tcp_server(keys: Path, tmp_path: Path) -> Iterator[str]:
     settings = ServerSettings("tcp://127.0.0.1:*", keys=keys)
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    arguments = (settings, writer, str(tmp_path / "log"))
-    process: Any = context.Process(target=serve_with_log, args=arguments)
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(60)
-        yield reader.recv()
-    finally:
-        process.terminate()
-        process.join()
-        process.close()
-        reader.close()
+    with server_process(serve_with_log, settings, str(tmp_path / "log")) as (address, _):
+        yield address
 
 
 @pytest.mark.usefixtures("fork_server")

@@ -186,7 +186,7 @@ def _use(ends: Ends) -> None:
         with contextlib.suppress(ValueError):
             found = ends.server.receive()
             assert found is None or sum(map(len, found)) <= CAPACITY
-    ends.server.rest()
+    ends.server.prepare_sleep()
     ends.server.send([b"reply" * 40])
     ends.trainer.send([b"more"])
 
@@ -206,6 +206,6 @@ def test_what_is_no_pair_is_refused(ends: Ends) -> None:
         with pytest.raises((ValueError, TypeError)):
             ends.trainer.send(frames)
     ends.trainer.close()
-    for call in (ends.trainer.receive, ends.trainer.rest, ends.trainer.mark):
+    for call in (ends.trainer.receive, ends.trainer.prepare_sleep, ends.trainer.mark):
         with pytest.raises(ValueError, match="closed"):
             call()

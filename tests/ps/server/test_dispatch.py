@@ -24,7 +24,7 @@ from paceline.ps.protocol.wire import (
     unpack,
 )
 from paceline.ps.server.dispatch import DeferredReply, Handler
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.store import Store
 from tests.ps.data_messages import pack_data
 from tests.ps.raw_client import WHOLE, attach_frames, raw_bytes, rows_frames
@@ -40,7 +40,7 @@ class Direct:
 
     def __init__(self, max_bytes: int = 1 << 30, max_reply_bytes: int = 1 << 20) -> None:
         self.store = Store(max_bytes, max_reply_bytes)
-        self.handler = Handler(self.store, None, SavePlace(None))
+        self.handler = Handler(self.store, None, SaveRoot(None))
         self.sequence = 0
 
     def head(self, kind: Kind) -> Head:

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 
 from paceline import ps
 from paceline.errors import ServersClosedError
+from paceline.launch.child import Child
 from paceline.ps.protocol.shm_ring import is_possible
 from tests.children import begin_in_fork, do_in_fork, wait_for
 
@@ -121,7 +121,6 @@ def test_locks_that_other_threads_hold_do_not_stop_a_child(start_servers: Start)
 def test_servers_end_in_order_while_a_child_lives(start_servers: Start) -> None:
     """The child does not keep the supervisor's pipe open, nor can it give orders."""
     local = start_servers(1)
-    process: Any = local._finalizer.peek()[2][2][1]  # type: ignore[index]
     here, there = os.pipe()
 
     def stay() -> None:
@@ -135,7 +134,7 @@ def test_servers_end_in_order_while_a_child_lives(start_servers: Start) -> None:
     try:
         with ps.connect(local) as servers:
             assert make(servers)(IDS).shape == (1, 8)
-        with mock.patch.object(type(process), "kill") as kill:
+        with mock.patch.object(Child, "kill") as kill:
             local.close()
         assert not kill.called
     finally:

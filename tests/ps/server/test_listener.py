@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from paceline.errors import ServerLostError, ServerStartError
 from paceline.ps.protocol.settings import ServerSettings, full_path
 from paceline.ps.server.descriptors import DescriptorLimit, used
 from paceline.ps.server.listener import SocketFile
+from tests.children import child_process, server_process
 from tests.ps.protocol.test_fuzz import serve_with_log
 
 LIMIT = 160
@@ -32,33 +33,18 @@ def until(is_met: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def serve_with_few(settings: ServerSettings, ready: object, log: str, limit: int) -> None:
+def serve_with_few(ready: Connection, settings: ServerSettings, log: str, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    serve_with_log(settings, ready, log)  # type: ignore[arg-type]
+    serve_with_log(ready, settings, log)
 
 
 @contextmanager
 def small_server(path: Path, limit: int = LIMIT) -> Iterator[tuple[str, int]]:
     """A server with few descriptors; gives its address and its process."""
     settings = ServerSettings(f"ipc://{path / 's'}", directory=path / "state", snapshot_every_s=0.2)
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    arguments = (settings, writer, str(path / "log"), limit)
-    process = context.Process(target=serve_with_few, args=arguments)
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(DEADLINE_S), "the server did not start"
-        yield reader.recv(), process.pid or 0
-        assert process.is_alive(), "the server died"
-        process.terminate()
-        process.join(DEADLINE_S)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        reader.close()
+    arguments = (settings, str(path / "log"), limit)
+    with server_process(serve_with_few, *arguments) as (address, child):
+        yield address, child.pid
 
 
 def train(module: ps.Embedding, steps: int) -> None:
@@ -135,16 +121,9 @@ def test_too_few_for_a_server() -> None:
 
 @pytest.mark.usefixtures("fork_server")
 def test_a_server_with_hardly_any_does_not_start(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    arguments = (ServerSettings(f"ipc://{tmp_path / 's'}"), writer, str(tmp_path / "log"), 40)
-    process = context.Process(target=serve_with_few, args=arguments)
-    process.start()
-    writer.close()
-    process.join(DEADLINE_S)
-    assert process.exitcode == 1
-    process.close()
-    reader.close()
+    arguments = (ServerSettings(f"ipc://{tmp_path / 's'}"), str(tmp_path / "log"), 40)
+    with child_process(serve_with_few, *arguments) as child:
+        assert child.wait(DEADLINE_S) == 1
     assert ServerStartError.__name__ in (tmp_path / "log").read_text()
     assert "ulimit -n" in (tmp_path / "log").read_text()
 

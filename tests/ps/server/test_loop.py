@@ -16,7 +16,7 @@ from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Kind
 from paceline.ps.server.dispatch import Handler
 from paceline.ps.server.loop import Server
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from tests.ps.raw_client import RawClient, attach_frames
@@ -44,7 +44,7 @@ def test_fsync_comes_before_every_answer(tmp_path: Path, monkeypatch: pytest.Mon
     settings = ServerSettings(f"ipc://{tmp_path}/s", tmp_path / "state", fsync=True)
     store = Store(1 << 20, 1 << 20)
     durable = Durable(tmp_path / "state", store, fsync=True)
-    server = Server(settings, Handler(store, durable, SavePlace(None)), durable)
+    server = Server(settings, Handler(store, durable, SaveRoot(None)), durable)
     events: list[str] = []
     monkeypatch.setattr(os, "fdatasync", lambda _: events.append("sync"))
     monkeypatch.setattr(server, "_send", lambda *_: events.append("answer"))

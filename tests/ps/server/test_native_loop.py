@@ -18,16 +18,16 @@ from paceline.native import extension
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, read_head
 from paceline.ps.server.dispatch import DeferredReply
 from paceline.ps.server.native_loop import NativeLoop
-from tests.ps.forsaken import forsake
+from tests.ps.bare_server import CLIENT, PLAIN, BareServer, Step, check_same_answers, plain, steps
+from tests.ps.killed_durable import close_as_killed
 from tests.ps.protocol.test_shm_ring import Ends
-from tests.ps.state.test_plain_messages import CLIENT, PLAIN, Step, Way, framed, plain, steps
 
 pytestmark = pytest.mark.skipif(
     extension.native is None, reason="needs the native core: a C compiler"
 )
 
 
-class RingWay(Way):
+class RingServer(BareServer):
     """A server whose only client is in shared memory; counts who answered."""
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -39,12 +39,12 @@ class RingWay(Way):
         self.listener: Any = SimpleNamespace(event=self.ends.events[0], trainers={CLIENT: trainer})
         self.natively = self.by_python = 0
 
-    def attend(self, timeout_ms: int = 0, fds: list[int] | None = None) -> None:
+    def run_loop(self, timeout_ms: int = 0, fds: list[int] | None = None) -> None:
         self.loop.run(self.listener, fds or [], timeout_ms)
 
     def ask(self, frames: list[Frame]) -> list[bytes]:
         assert self.ends.trainer.send(list(frames))
-        self.attend()
+        self.run_loop()
         found = self.ends.trainer.receive()
         if found is not None:
             self.natively += 1
@@ -56,8 +56,8 @@ class RingWay(Way):
 
 
 @pytest.fixture
-def ring() -> Iterator[RingWay]:
-    made = RingWay()
+def ring() -> Iterator[RingServer]:
+    made = RingServer()
     made.keep()
     yield made
     made.ends.close()
@@ -66,26 +66,17 @@ def ring() -> Iterator[RingWay]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_it_answers_as_python_does(drawn: list[Step]) -> None:
-    ways = [RingWay(), Way(None)]
-    ways[1].store.clients.pin(CLIENT)
+    ring, python = RingServer(), BareServer(None)
+    python.store.clients.pin(CLIENT)
     try:
-        for way in ways:
-            way.keep()
-        for message, how, what in drawn:
-            answers = []
-            for way in ways:
-                if what < 2:
-                    way.store.tables[what].clear()
-                sequence = way.store.clients.applied(CLIENT) + 1
-                sequence += {2: 1, 3: -1}.get(what, 0)  # a gap; again, or none
-                answers.append(way.ask(framed(message, max(0, sequence), how)))
-            assert answers[0] == answers[1]
-        assert ways[0].state() == ways[1].state()
+        ring.keep()
+        python.keep()
+        check_same_answers(ring, python, drawn)
     finally:
-        ways[0].ends.close()  # type: ignore[attr-defined]
+        ring.ends.close()
 
 
-def test_what_is_plain_needs_no_python(ring: RingWay) -> None:
+def test_what_is_plain_needs_no_python(ring: RingServer) -> None:
     for sequence in range(1, 400):  # more shares than fit before meters are settled
         ring.ask(plain(Kind.PUSH, PLAIN, sequence))
         ring.ask(plain(Kind.LOOKUP, PLAIN))
@@ -95,7 +86,7 @@ def test_what_is_plain_needs_no_python(ring: RingWay) -> None:
     assert ring.store.stats(0, 1)[0]["pushes"] == 399
 
 
-def test_a_client_that_comes_again_has_new_memory(ring: RingWay) -> None:
+def test_a_client_that_comes_again_has_new_memory(ring: RingServer) -> None:
     ring.ask(plain(Kind.PUSH, PLAIN, 1))
     ring.ends.close()
     ring.ends = Ends(1 << 16)
@@ -105,16 +96,16 @@ def test_a_client_that_comes_again_has_new_memory(ring: RingWay) -> None:
     assert (ring.natively, ring.by_python) == (2, 0)
 
 
-def test_several_messages_at_once_are_answered_in_order(ring: RingWay) -> None:
+def test_several_messages_at_once_are_answered_in_order(ring: RingServer) -> None:
     for sequence in range(1, 40):
         assert ring.ends.trainer.send(plain(Kind.PUSH, PLAIN[:4], sequence))
         assert ring.ends.trainer.send(plain(Kind.LOOKUP, PLAIN[:4]))
-    ring.attend()
+    ring.run_loop()
     kinds = [read_head(ring.ends.trainer.receive()[0])[0].kind for _ in range(2 * 39)]
     assert kinds == [Kind.DONE, Kind.FOUND] * 39
 
 
-def test_what_is_python_s_stays_in_the_ring(ring: RingWay) -> None:
+def test_what_is_python_s_stays_in_the_ring(ring: RingServer) -> None:
     for frames in (
         plain(Kind.PUSH, [4], 1),  # another dtype: torch's
         plain(Kind.PUSH, [0], 5),  # a gap
@@ -123,26 +114,26 @@ def test_what_is_python_s_stays_in_the_ring(ring: RingWay) -> None:
         pack_control(Head(Kind.STATS, 1, CLIENT), {}),
     ):
         ring.ends.trainer.send(frames)
-        ring.attend()
+        ring.run_loop()
         assert ring.ends.trainer.receive() is None
         assert ring.ends.server.receive() == frames
     other = [frame.replace(CLIENT, b"d" * 16) for frame in plain(Kind.PUSH, [0], 1)]  # type: ignore[union-attr]
     ring.ends.trainer.send(other)
-    ring.attend()
+    ring.run_loop()
     assert ring.ends.server.receive() == other
     assert ring.store.clients.applied(CLIENT) == 0
 
 
 def test_a_push_is_journaled_before_it_is_applied(tmp_path: Path) -> None:
     """Natively too: what is replayed, by Python alone, is what was acknowledged."""
-    ring = RingWay(tmp_path)
+    ring = RingServer(tmp_path)
     assert ring.durable is not None
     for sequence in range(1, 5):
         ring.ask(plain(Kind.PUSH, PLAIN, sequence))  # the first keeps the rows
     assert (ring.natively, ring.by_python) == (3, 1)
     ring.ends.close()
-    forsake(ring.durable)
-    again = Way(None, tmp_path)
+    close_as_killed(ring.durable)
+    again = BareServer(None, tmp_path)
     assert again.durable is not None
     ring.store.forget_traffic()
     assert again.state() == ring.state()
@@ -151,7 +142,7 @@ def test_a_push_is_journaled_before_it_is_applied(tmp_path: Path) -> None:
 
 def test_what_the_journal_says_ends_the_loop(tmp_path: Path) -> None:
     """Nothing is applied or acknowledged then."""
-    ring = RingWay(tmp_path)
+    ring = RingServer(tmp_path)
     assert ring.durable is not None
     ring.ask(plain(Kind.PUSH, PLAIN, 1))
 
@@ -162,18 +153,18 @@ def test_what_the_journal_says_ends_the_loop(tmp_path: Path) -> None:
     before = ring.state()
     ring.ends.trainer.send(plain(Kind.PUSH, PLAIN, 2))
     with pytest.raises(ServerStateError, match="no room"):
-        ring.attend()
+        ring.run_loop()
     assert ring.ends.trainer.receive() is None
     assert ring.state() == before
     ring.ends.close()
     ring.durable.close()
 
 
-def test_a_full_ring_of_replies_is_python_s(ring: RingWay) -> None:
+def test_a_full_ring_of_replies_is_python_s(ring: RingServer) -> None:
     count = 0
     while True:
         ring.ends.trainer.send(plain(Kind.LOOKUP, PLAIN))
-        ring.attend()
+        ring.run_loop()
         if ring.ends.server.receive() is not None:
             break
         count += 1
@@ -182,17 +173,17 @@ def test_a_full_ring_of_replies_is_python_s(ring: RingWay) -> None:
         assert read_head(ring.ends.trainer.receive()[0])[0].kind is Kind.FOUND
 
 
-def test_it_waits_until_somebody_else_has_something(ring: RingWay) -> None:
+def test_it_waits_until_somebody_else_has_something(ring: RingServer) -> None:
     reader, writer = os.pipe()
     try:
         began_s = time.monotonic()
-        ring.attend(100, [reader])
+        ring.run_loop(100, [reader])
         assert time.monotonic() - began_s > 0.09
         os.write(writer, b"x")
-        ring.attend(60_000, [reader])
+        ring.run_loop(60_000, [reader])
         assert time.monotonic() - began_s < 30
         with pytest.raises(ValueError, match="descriptors"):
-            ring.attend(0, list(range(16)))
+            ring.run_loop(0, list(range(16)))
     finally:
         os.close(reader)
         os.close(writer)

@@ -11,7 +11,7 @@ from paceline.ps.protocol.optimizers import Optimizer
 from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Head, Kind, unpack
 from paceline.ps.server.dispatch import Handler
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state import table
 from paceline.ps.state.store import Store
 from tests.ps.raw_client import attach_frames, rows_frames, values_of
@@ -27,7 +27,7 @@ class Local:
 
     def __init__(self, specs: list[TableSpec]) -> None:
         self.store = Store(1 << 30, 1 << 30)
-        self.handler = Handler(self.store, None, SavePlace(None))
+        self.handler = Handler(self.store, None, SaveRoot(None))
         self._sequence = 0
         self.specs = specs
         for spec in specs:

@@ -25,13 +25,13 @@ from paceline.errors import ServerStartError, ServerStateError
 from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, unpack
 from paceline.ps.server.dispatch import DeferredReply, Handler
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.refusal import Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.storage import files
 from paceline.ps.storage.durable import Durable
 from paceline.ps.storage.load import build_aside, find_save
-from tests.ps.forsaken import forsake
+from tests.ps.killed_durable import close_as_killed
 from tests.ps.raw_client import WHOLE, attach_frames, rows_frames
 from tests.ps.storage.faulty_disk import FaultyDisk
 
@@ -111,7 +111,7 @@ class Player:
         self.scene = scene
         self.store = Store(1 << 20, 1 << 20)
         self.durable = Durable(scene.state, self.store, scene.fsync)
-        self.handler = Handler(self.store, self.durable, SavePlace(scene.saved.parent))
+        self.handler = Handler(self.store, self.durable, SaveRoot(scene.saved.parent))
         self.token: str | None = None
 
     def do(self, place: int) -> str:
@@ -205,7 +205,7 @@ def value_after(outcomes: dict[int, str | None], last: int) -> float | None:
 def make_save(path: Path) -> Path:
     """The save that is loaded."""
     store = Store(1 << 20, 1 << 20)
-    handler = Handler(store, None, SavePlace(path.parent))
+    handler = Handler(store, None, SaveRoot(path.parent))
     for sequence, spec in enumerate(SPECS, 1):
         handler.answer(attach_frames(Head(Kind.ATTACH, 1, CLIENT, sequence), spec))
     parts = [(n, spec, IDS, torch.full((3, spec.dim), LOADED), 0.0) for n, spec in enumerate(SPECS)]
@@ -288,7 +288,7 @@ def prove(scene: Scene, told: Told) -> None:
         player.token = told.tokens.get(place)
         outcomes[place] = player.do(place)
     _check(player.store, value_after(outcomes, len(STORY)))
-    forsake(player.durable)
+    close_as_killed(player.durable)
     player = Player(scene)
     assert player.store.clients.applied(CLIENT) == len(numbered)
     _check(player.store, value_after(outcomes, len(STORY)))

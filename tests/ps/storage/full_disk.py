@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -14,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ServerStateError
+from paceline.launch.child import Child
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.server.process import serve
+from tests.children import child_process
 
-Running = tuple[multiprocessing.Process, Connection]
 
-
-def serve_on_a_small_disk(settings: ServerSettings, ready: Connection, most_bytes: int) -> None:
+def serve_on_a_small_disk(ready: Connection, settings: ServerSettings, most_bytes: int) -> None:
     """A server whose files may have so many bytes each; 0 is any."""
     if most_bytes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
@@ -32,21 +31,11 @@ def serve_on_a_small_disk(settings: ServerSettings, ready: Connection, most_byte
 
 
 @contextmanager
-def running(settings: ServerSettings, most_bytes: int = 0) -> Iterator[Running]:
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=serve_on_a_small_disk, args=(settings, writer, most_bytes))
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(60), "the server did not start"
-        assert reader.recv() == settings.address
-        yield process, reader  # type: ignore[misc]
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        reader.close()
+def running(settings: ServerSettings, most_bytes: int = 0) -> Iterator[Child]:
+    with child_process(serve_on_a_small_disk, settings, most_bytes) as child:
+        assert child.pipe.poll(60), "the server did not start"
+        assert child.pipe.recv() == settings.address
+        yield child
 
 
 @contextmanager

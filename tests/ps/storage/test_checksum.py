@@ -73,31 +73,6 @@ def test_a_cut_file(cut: int, tmp_path: Path) -> None:
         read_snapshot(path, Store(1 << 20, 1 << 20))
 
 
-def as_of_version_1(path: Path) -> None:
-    """What was written before there were checksums."""
-    with open_tensors(path) as file:
-        metadata = {name: text for name, text in file.metadata.items() if name != CHECKSUM}
-    save_file(load_file(path), path, {**metadata, "version": "1"})
-
-
-def test_a_snapshot_without_one_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    before, after = filled(), Store(1 << 20, 1 << 20)
-    write_snapshot(tmp_path / "s", before)
-    as_of_version_1(tmp_path / "s")
-    read_snapshot(tmp_path / "s", after)
-    assert torch.equal(after.tables[0].storage.kept()[0], before.tables[0].storage.kept()[0])
-    assert "has no checksum: an older Paceline wrote it" in caplog.text
-
-
-def test_a_save_without_one_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = filled()
-    (name,) = save_job(store, tmp_path, "0" * 16)()["files"]
-    as_of_version_1(tmp_path / name)
-    (part,) = find_save(store, tmp_path)
-    assert part.count == 5
-    assert "has no checksum: an older Paceline wrote it" in caplog.text
-
-
 def test_a_new_file_must_have_one(tmp_path: Path) -> None:
     path = tmp_path / "s"
     write_snapshot(path, filled())

@@ -11,33 +11,32 @@ import pytest
 import torch
 
 from paceline.errors import ServerStateError
+from paceline.launch.child import Child
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.protocol.wire import Head, Kind
 from paceline.ps.server.dispatch import Handler
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from paceline.ps.storage.journal import Journal
-from tests.ps.forsaken import forsake
+from tests.ps.killed_durable import close_as_killed
 from tests.ps.patient_client import SPEC, PatientClient
 from tests.ps.raw_client import attach_frames, rows_frames
-from tests.ps.storage.full_disk import Running, running, small_file_system
+from tests.ps.storage.full_disk import running, small_file_system
 
 IDS = [1, 5, 999]
 SMALL = 256 << 10
 
 
-def push_until_it_ends(client: PatientClient, server: Running, text: str) -> int:
+def push_until_it_ends(client: PatientClient, server: Child, text: str) -> int:
     """Returns how many pushes were acknowledged."""
-    process, reader = server
     pushed = 0
     with contextlib.suppress(ConnectionError):
         while pushed < 20_000:
-            client.add_one(IDS, process.is_alive)
+            client.add_one(IDS, server.is_running)
             pushed += 1
-    process.join(60)
-    assert process.exitcode == 3, "the disk was not full"
-    assert text in reader.recv()
+    assert server.wait(60) == 3, "the disk was not full"
+    assert text in server.pipe.recv()
     return pushed
 
 
@@ -97,12 +96,12 @@ def filled(directory: Path, pushes: int) -> Path:
     """A directory of a server that was killed after so many pushes; returns its journal."""
     store = Store(1 << 20, 1 << 20)
     durable = Durable(directory, store, fsync=False)
-    handler = Handler(store, durable, SavePlace(None))
+    handler = Handler(store, durable, SaveRoot(None))
     handler.answer(attach_frames(Head(Kind.ATTACH, 1, bytes(16), 1), SPEC))
     for number in range(2, pushes + 2):
         part = (0, SPEC, [number], torch.ones(1, SPEC.dim), 1.0)
         handler.answer(rows_frames(Head(Kind.PUSH, number, bytes(16), number), [part]))
-    forsake(durable)
+    close_as_killed(durable)
     return directory / "journal-00000000.log"
 
 

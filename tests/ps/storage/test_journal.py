@@ -13,7 +13,7 @@ from paceline.errors import ServerStateError
 from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Head, Kind
 from paceline.ps.server.dispatch import Handler
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 from paceline.ps.storage.journal import Journal, has_records, read_journal
@@ -122,7 +122,7 @@ def test_a_full_disk_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     spec = TableSpec("t", 10, 4)
     store = Store(1 << 20, 1 << 20)
     durable = Durable(tmp_path, store, fsync=False)
-    handler = Handler(store, durable, SavePlace(None))
+    handler = Handler(store, durable, SaveRoot(None))
     client = bytes(16)
     handler.answer(attach_frames(Head(Kind.ATTACH, 1, client, 1), spec))
 

@@ -20,7 +20,7 @@ from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.protocol.wire import Head, Kind, pack_control
 from paceline.ps.state.store import Store
 from paceline.ps.storage import durable
-from tests.ps.forsaken import forsake
+from tests.ps.killed_durable import close_as_killed
 from tests.ps.patient_client import SPEC, PatientClient
 from tests.ps.raw_client import RawClient
 from tests.ps.storage.disk_story import CLIENT, LOADED, STORY, Act, Player, Scene, make_save
@@ -174,7 +174,7 @@ def test_what_is_loaded_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     load = pack_control(Head(Kind.LOAD, 1, CLIENT, 4), {"path": str(scene.saved)})
     with pytest.raises(ServerStateError, match=r"cannot be read: .*Input/output error"):
         player.handler.answer(load)
-    forsake(player.durable)
+    close_as_killed(player.durable)
     with pytest.raises(ServerStateError, match="cannot be read"):
         Player(scene)
     monkeypatch.undo()
@@ -183,7 +183,7 @@ def test_what_is_loaded_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     for table in again.store.tables:
         assert table.storage.kept()[0].unique().tolist() == [LOADED]
     (loaded,) = scene.state.glob("loaded-*")
-    forsake(again.durable)
+    close_as_killed(again.durable)
     loaded.unlink()
     with pytest.raises(ServerStateError, match=r"loaded-.* was loaded before .*; put it back"):
         Player(scene)

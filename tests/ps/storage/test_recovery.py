@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import random
 import signal
@@ -20,31 +19,35 @@ import torch
 
 from paceline import ps
 from paceline.errors import ServerStartError
+from paceline.launch.child import Child
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.protocol.wire import Kind, pack_control
 from paceline.ps.server.process import serve
 from paceline.ps.storage import faults
-from paceline.ps.storage.faults import Place
+from paceline.ps.storage.faults import FaultPoint
+from tests.children import child_process
 from tests.ps.patient_client import SPEC, PatientClient
 
 IDS = [1, 5, 999]
-PUSH_PLACES = [Place.CHECKED, Place.APPENDED, Place.APPLIED, Place.SENT]
+PUSH_PLACES = [FaultPoint.CHECKED, FaultPoint.APPENDED, FaultPoint.APPLIED, FaultPoint.SENT]
 SNAPSHOT_PLACES = [
-    Place.ROTATED,
-    Place.WRITING,
-    Place.WRITTEN,
-    Place.RENAMED,
-    Place.CLEANING,
+    FaultPoint.ROTATED,
+    FaultPoint.WRITING,
+    FaultPoint.WRITTEN,
+    FaultPoint.RENAMED,
+    FaultPoint.CLEANING,
 ]
 
 
-def serve_until_fault(settings: ServerSettings, ready: Connection, place: str | None) -> None:
+def serve_until_fault(ready: Connection, settings: ServerSettings, place: str | None) -> None:
     """A server that kills itself the 7th time that it reaches a place (a snapshot: the 2nd)."""
     server = os.getpid()
-    wanted = None if place is None else Place[place]
-    left = 7 if wanted in PUSH_PLACES else 2 if wanted in (Place.ROTATED, Place.CLEANING) else 1
+    wanted = None if place is None else FaultPoint[place]
+    left = 7 if wanted in PUSH_PLACES else 1
+    if wanted in (FaultPoint.ROTATED, FaultPoint.CLEANING):
+        left = 2
 
-    def hook(reached: Place) -> None:
+    def hook(reached: FaultPoint) -> None:
         nonlocal left
         if reached is wanted:
             left -= 1
@@ -57,43 +60,33 @@ def serve_until_fault(settings: ServerSettings, ready: Connection, place: str | 
 
 
 @contextmanager
-def running(settings: ServerSettings, place: Place | None) -> Iterator[multiprocessing.Process]:
-    context = multiprocessing.get_context("forkserver")
-    reader, writer = context.Pipe(duplex=False)
+def running(settings: ServerSettings, place: FaultPoint | None) -> Iterator[Child]:
     name = None if place is None else place.name
-    process = context.Process(target=serve_until_fault, args=(settings, writer, name))
-    process.start()
-    writer.close()
-    try:
-        assert reader.poll(60), "the server did not start"
-        reader.recv()
-        yield process  # type: ignore[misc]
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        reader.close()
+    with child_process(serve_until_fault, settings, name) as child:
+        assert child.pipe.poll(60), "the server did not start"
+        child.pipe.recv()
+        yield child
 
 
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("place", PUSH_PLACES + SNAPSHOT_PLACES, ids=lambda place: place.name)
-def test_killed_at(place: Place, tmp_path: Path) -> None:
+def test_killed_at(place: FaultPoint, tmp_path: Path) -> None:
     """No push is lost and none applied twice, wherever the server dies."""
-    every_s = 0.05 if place in SNAPSHOT_PLACES else 0.0
+    every_s = 0.2 if place in SNAPSHOT_PLACES else 0.0
     settings = ServerSettings(
         f"ipc://{tmp_path / 'socket'}", tmp_path / "state", snapshot_every_s=every_s
     )
     with PatientClient(settings.address) as client:
-        pushed = 0
-        with running(settings, place) as process:
+        pushed = -1  # on a busy machine the server may die before the rows are there
+        with running(settings, place) as child:
             client.attach_patiently()
-            client.write_zeros(IDS)
             with contextlib.suppress(ConnectionError):
+                client.write_zeros(IDS, child.is_running)
+                pushed = 0
                 while True:  # a place that is not reached ends at the deadline of the test
-                    client.add_one(IDS, process.is_alive)
+                    client.add_one(IDS, child.is_running)
                     pushed += 1
-            process.join(60)
-            assert process.exitcode == -signal.SIGKILL, f"{place} was not reached"
+            assert child.wait(60) == -signal.SIGKILL, f"{place} was not reached"
         with running(dataclasses.replace(settings, snapshot_every_s=0.0), None):
             assert not list((tmp_path / "state").glob("*.partial"))
             client.send_again()
@@ -107,7 +100,7 @@ def test_killed_at(place: Place, tmp_path: Path) -> None:
 
 
 def test_every_place_is_tried() -> None:
-    assert {*PUSH_PLACES, *SNAPSHOT_PLACES, Place.LOADED} == set(Place)
+    assert {*PUSH_PLACES, *SNAPSHOT_PLACES, FaultPoint.LOADED} == set(FaultPoint)
 
 
 @pytest.mark.usefixtures("fork_server")
@@ -117,7 +110,7 @@ def test_killed_in_a_load(tmp_path: Path) -> None:
         f"ipc://{tmp_path / 'socket'}", tmp_path / "state", save_root=tmp_path
     )
     with PatientClient(settings.address) as client:
-        with running(settings, Place.LOADED) as process:
+        with running(settings, FaultPoint.LOADED) as child:
             client.attach_patiently()
             client.write_zeros(IDS)
             client.add_one(IDS)
@@ -125,8 +118,7 @@ def test_killed_in_a_load(tmp_path: Path) -> None:
             client.add_one(IDS)
             load = pack_control(client.next_head(Kind.LOAD), {"path": str(tmp_path / "saved")})
             client.socket.send_multipart(load)
-            process.join(60)
-            assert process.exitcode == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
         with running(settings, None):
             assert client.values(IDS)[0, 0] == 2.0
             client.deliver(load)

@@ -17,7 +17,7 @@ from paceline import ps
 from paceline.ps.protocol.sharding import owners
 from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
 from paceline.ps.protocol.wire import Kind, pack_control
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.state.table import Table
@@ -128,7 +128,7 @@ def rewrite(path: Path, **changes: str) -> None:
     """A file with other metadata, and the right checksum."""
     with open_tensors(path) as file:
         metadata = {name: text for name, text in file.metadata.items() if name != CHECKSUM}
-        tensors = {name: file.whole(name) for name in file.names}
+        tensors = load_file(path)
     write_tensors(path, tensors, {**metadata, **changes})
 
 
@@ -262,18 +262,18 @@ def test_only_below_the_root(path: object, tmp_path: Path) -> None:
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
     with pytest.raises(Refusal):
-        SavePlace(root).directory({"path": path}, Code.SAVE)
-    assert SavePlace(root).directory({"path": "a"}, Code.SAVE) == root / "a"
+        SaveRoot(root).directory({"path": path}, Code.SAVE)
+    assert SaveRoot(root).directory({"path": "a"}, Code.SAVE) == root / "a"
 
 
 def test_without_a_root_nothing_is_saved() -> None:
     for path in ("/tmp/x", "x"):
         with pytest.raises(Refusal, match="--save-root"):
-            SavePlace(None).directory({"path": path}, Code.SAVE)
+            SaveRoot(None).directory({"path": path}, Code.SAVE)
 
 
 def test_what_the_user_wrote_is_relative_to_the_root(tmp_path: Path) -> None:
-    place = SavePlace(tmp_path / "root")
+    place = SaveRoot(tmp_path / "root")
     elsewhere = {"path": str(tmp_path / "home" / "a"), "relative": "a"}
     assert place.directory(elsewhere, Code.SAVE) == tmp_path / "root" / "a"
     inside = {"path": str(tmp_path / "root" / "b" / "a"), "relative": "a"}
@@ -288,10 +288,10 @@ def test_links_inside_a_save_do_not_lead_out(tmp_path: Path) -> None:
     inside.mkdir(parents=True)
     outside.write_text("")
     (inside / "near").symlink_to(tmp_path / "root" / "other")
-    assert SavePlace(tmp_path / "root").directory({"path": "save"}, Code.LOAD) == inside
+    assert SaveRoot(tmp_path / "root").directory({"path": "save"}, Code.LOAD) == inside
     (inside / "far").symlink_to(outside)
     with pytest.raises(Refusal, match="a link that leads out"):
-        SavePlace(tmp_path / "root").directory({"path": "save"}, Code.SAVE)
+        SaveRoot(tmp_path / "root").directory({"path": "save"}, Code.SAVE)
 
 
 def test_save_while_training_goes_on(

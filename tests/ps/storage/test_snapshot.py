@@ -31,9 +31,9 @@ def filled() -> Store:
         for _ in range(3):
             table.push(ids, table.locate(ids), grad, 0.1)
     store.create(TableSpec("empty", 10, 2), Shard(Sharding.TABLE, 0, 1))
-    store.clients.restore(b"a" * 16, Client(b"a" * 16, 7))
+    store.clients.restore(Client(b"a" * 16, 7))
     refusal = Refusal(Code.ID, "no", table="t", id=3)
-    store.clients.restore(b"b" * 16, Client(b"b" * 16, 9, {8: refusal}))
+    store.clients.restore(Client(b"b" * 16, 9, {8: refusal}))
     return store
 
 

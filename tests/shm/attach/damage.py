@@ -1,4 +1,4 @@
-"""Ranks of a group whose shared memory is overwritten by a peer; called in a crew's seat.
+"""Ranks of a group whose shared memory is overwritten by a peer; called in a worker.
 
 Offsets are those of ``native/group/layout.h``, as somebody would find them out who means harm.
 """
@@ -20,8 +20,8 @@ from paceline.errors import CollectiveError
 from paceline.native.extension import native
 from paceline.shm import Call, Connection, Refusal, SharedGroup, connect
 from paceline.shm.attach.handshake import SLOT_BYTES
-from tests.shm.crew import HEAP_BYTES, Seat
 from tests.shm.jobs import one
+from tests.shm.worker_pool import HEAP_BYTES, RankContext
 
 ARRIVED, VERDICT, ROWS, ROW_BYTES, TICKETS = 64, 192, 256, 192, 64
 TIMEOUT_S = 1.0
@@ -55,12 +55,12 @@ class BadLeader:
         ctypes.memmove(address + self.offset, word, len(word))
 
 
-def bad_header(seat: Seat, offset: int, layout: str, value: int) -> str:
+def bad_header(context: RankContext, offset: int, layout: str, value: int) -> str:
     """Connect under a bad leader; return why there is no group."""
     found: Connection | Refusal
     leader = BadLeader(offset, layout, value)
     with mock.patch.object(sys.modules["paceline.shm.attach.handshake"], "native", leader):
-        found = connect(seat.rank, seat.gather, heap_bytes=HEAP_BYTES)
+        found = connect(context.rank, context.gather, heap_bytes=HEAP_BYTES)
     return found.reason if isinstance(found, Refusal) else "connected"
 
 
@@ -90,15 +90,15 @@ class Vandal:
             self.write(8 * self._random.randrange(len(self._control) // 8), "<Q", value)
 
 
-def _group(seat: Seat) -> tuple[Connection, SharedGroup]:
-    connection = seat.connect()
+def _group(context: RankContext) -> tuple[Connection, SharedGroup]:
+    connection = context.connect()
     group = SharedGroup(connection, 0, 60.0)
     group.barrier().wait()
     group.timeout_s = TIMEOUT_S
     return connection, group
 
 
-def _errors_after(seat: Seat, connection: Connection, group: SharedGroup) -> list[str]:
+def _errors_after(context: RankContext, connection: Connection, group: SharedGroup) -> list[str]:
     """Two collectives, one that waits and one that finds the group broken."""
     found = []
     for _ in range(2):
@@ -107,28 +107,28 @@ def _errors_after(seat: Seat, connection: Connection, group: SharedGroup) -> lis
             found.append("nothing")
         except CollectiveError as error:
             found.append(f"{type(error).__name__}: {error}")
-    seat.gather(None)
+    context.gather(None)
     group.close()
     connection.close()
     return found
 
 
-def bad_words(seat: Seat, words: list[tuple[int, str, int]]) -> list[str]:
+def bad_words(context: RankContext, words: list[tuple[int, str, int]]) -> list[str]:
     """Rank 1 overwrites words of the control segment between collectives."""
-    connection, group = _group(seat)
-    seat.gather(None)
-    if seat.rank == 1:
+    connection, group = _group(context)
+    context.gather(None)
+    if context.rank == 1:
         vandal = Vandal(connection, 0)
         for offset, layout, value in words:
             vandal.write(offset, layout, value)
-    seat.gather(None)
-    return _errors_after(seat, connection, group)
+    context.gather(None)
+    return _errors_after(context, connection, group)
 
 
-def vandalised(seat: Seat, seed: int) -> dict[str, Any]:
+def vandalised(context: RankContext, seed: int) -> dict[str, Any]:
     """Rank 1 writes anywhere, again and again, while all are in collectives."""
     torch.set_num_threads(1)
-    connection, group = _group(seat)
+    connection, group = _group(context)
     vandal, is_over = Vandal(connection, seed), threading.Event()
     chance = random.Random(seed)
 
@@ -137,20 +137,20 @@ def vandalised(seat: Seat, seed: int) -> dict[str, Any]:
             vandal.write_anywhere()
 
     thread = threading.Thread(target=rage)
-    if seat.rank == 1:
+    if context.rank == 1:
         thread.start()
     error, done, wrong = None, 0, 0
     while error is None and done < 40:
         name, count = chance.choice(COLLECTIVES)
         try:
-            error = one(group, seat, name, count)
+            error = one(group, context, name, count)
         except AssertionError:
             wrong += 1  # numbers are not promised to who shares memory with a vandal
         done += 1
     is_over.set()
-    if seat.rank == 1:
+    if context.rank == 1:
         thread.join()
-    seat.gather(None)
+    context.gather(None)
     group.close()
     connection.close()
     return {"error": error, "done": done, "wrong": wrong, "writes": vandal.writes}

@@ -1,4 +1,4 @@
-"""What ranks do in tests of how a group ends, or is misused; called in a :class:`~crew.Seat`."""
+"""What ranks do in tests of how a group ends, or is misused; called by ``worker_pool.py``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from paceline.native.extension import native
 from paceline.shm import ASYNC, BLOCKING, Pending, SharedGroup
-from tests.shm.crew import Seat
 from tests.shm.jobs import KIND_NAMES, STAGED, SUM, TINY, describe, one
+from tests.shm.worker_pool import RankContext
 
 
 def caught(action: Callable[[], Any]) -> dict[str, Any] | None:
@@ -33,9 +33,9 @@ def wait_for(begin: Callable[[], Pending]) -> Callable[[], None]:
     return lambda: begin().wait()
 
 
-def aborted(seat: Seat, blocking: bool, by: int) -> dict[str, Any]:
+def aborted(context: RankContext, blocking: bool, by: int) -> dict[str, Any]:
     """All but rank 0 wait in a collective; one rank's other thread aborts."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
         at_s: list[float] = []
 
@@ -45,26 +45,26 @@ def aborted(seat: Seat, blocking: bool, by: int) -> dict[str, Any]:
             group.abort()
 
         thread = threading.Thread(target=abort)
-        if seat.rank == by:
+        if context.rank == by:
             thread.start()
         call = BLOCKING if blocking else ASYNC
         tensor = torch.ones(TINY)
         error = None
-        if seat.rank != 0:
+        if context.rank != 0:
             error = caught(wait_for(lambda: group.all_reduce(tensor, SUM, call)))
         elif by == 0:
             thread.join()
-        if seat.rank == by:
+        if context.rank == by:
             thread.join()
-        seat.gather(None)  # nobody leaves before all have waited
+        context.gather(None)  # nobody leaves before all have waited
         after = caught(wait_for(lambda: group.barrier()))
         return {"error": error, "after": after, "at_s": (at_s or [0.0])[0]}
 
 
-def mismatched(seat: Seat, case: str) -> dict[str, Any]:
+def mismatched(context: RankContext, case: str) -> dict[str, Any]:
     """Rank 1 brings something else; afterwards the group works."""
-    odd = seat.rank == 1
-    with seat.group() as group:
+    odd = context.rank == 1
+    with context.group() as group:
         begin: dict[str, Callable[[], Pending]] = {
             "size": lambda: group.all_reduce(torch.ones(5 if odd else 4), SUM),
             "large size": lambda: group.all_reduce(torch.ones(STAGED + odd), SUM),
@@ -75,46 +75,48 @@ def mismatched(seat: Seat, case: str) -> dict[str, Any]:
             "kind": lambda: group.barrier(ASYNC) if odd else group.all_reduce(torch.ones(4), SUM),
             "root": lambda: group.broadcast(torch.ones(4), 1 if odd else 0),
             "splits": lambda: group.all_to_all(
-                [torch.ones(3) for _ in range(seat.world)],
-                [torch.ones(4 if odd and to == 0 else 3) for to in range(seat.world)],
+                [torch.ones(3) for _ in range(context.world)],
+                [torch.ones(4 if odd and to == 0 else 3) for to in range(context.world)],
             ),
         }
         first = caught(wait_for(begin[case]))
-        works = [one(group, seat, name, TINY) for name in ("all_reduce", "all_to_all", "barrier")]
+        works = [
+            one(group, context, name, TINY) for name in ("all_reduce", "all_to_all", "barrier")
+        ]
         return {"error": first, "works": works}
 
 
-def left_by_one(seat: Seat, blocking: bool) -> dict[str, Any] | None:
+def left_by_one(context: RankContext, blocking: bool) -> dict[str, Any] | None:
     """Rank 1 destroys its group while the others wait."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
-        if seat.rank == 1:
+        if context.rank == 1:
             time.sleep(0.1)
             return None
         call = BLOCKING if blocking else ASYNC
         return caught(wait_for(lambda: group.all_reduce(torch.ones(TINY), SUM, call)))
 
 
-def closed_under_way(seat: Seat) -> dict[str, Any] | None:
+def closed_under_way(context: RankContext) -> dict[str, Any] | None:
     """This rank's own other thread destroys the group in which it waits."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
-        if seat.rank == 1:
-            seat.gather(None)
+        if context.rank == 1:
+            context.gather(None)
             return None
         thread = threading.Timer(0.1, group.close)
         thread.start()
         found = caught(wait_for(lambda: group.all_reduce(torch.ones(TINY), SUM)))
         thread.join()
-        seat.gather(None)
+        context.gather(None)
         return {"waited": found, "after": caught(lambda: group.barrier())}
 
 
-def forked(seat: Seat) -> list[Any]:
+def forked(context: RankContext) -> list[Any]:
     """Use the group in a forked child; the parent goes on."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
-        slow = group.all_reduce(torch.ones(TINY), SUM) if seat.rank == 0 else None
+        slow = group.all_reduce(torch.ones(TINY), SUM) if context.rank == 0 else None
         here, there = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -135,31 +137,31 @@ def forked(seat: Seat) -> list[Any]:
         if slow is None:
             slow = group.all_reduce(torch.ones(TINY), SUM)
         slow.wait()
-        return [names, [one(group, seat, name, STAGED) for name in ("all_reduce", "broadcast")]]
+        return [names, [one(group, context, name, STAGED) for name in ("all_reduce", "broadcast")]]
 
 
-def interrupted(seat: Seat, blocking: bool) -> dict[str, Any]:
+def interrupted(context: RankContext, blocking: bool) -> dict[str, Any]:
     """Rank 0 waits and gets SIGINT; the other one comes too late."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
-        if seat.rank != 0:
-            seat.gather(None)
+        if context.rank != 0:
+            context.gather(None)
             return {"error": caught(wait_for(lambda: group.barrier()))}
         threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT)).start()
         call = BLOCKING if blocking else ASYNC
         error = caught(wait_for(lambda: group.all_reduce(torch.ones(TINY), SUM, call)))
         if not blocking:
             group.abort()
-        seat.gather(None)
+        context.gather(None)
         return {"error": error, "after": caught(wait_for(lambda: group.barrier()))}
 
 
-def interrupted_behind_another(seat: Seat) -> dict[str, Any]:
+def interrupted_behind_another(context: RankContext) -> dict[str, Any]:
     """A blocking call is queued and interrupted; its tensor must not go before it is done."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
-        if seat.rank == 1:
-            seat.gather(None)
+        if context.rank == 1:
+            context.gather(None)
             first = torch.ones(4)
             group.all_reduce(first, SUM).wait()
             group.all_reduce(torch.ones(STAGED), SUM).wait()
@@ -169,85 +171,87 @@ def interrupted_behind_another(seat: Seat) -> dict[str, Any]:
         error = caught(wait_for(lambda: group.all_reduce(torch.ones(STAGED), SUM, BLOCKING)))
         gc.collect()
         kept = len(group._in_flight)
-        seat.gather(None)
+        context.gather(None)
         first.wait()
         group._in_flight[-1].wait()
         return {"error": error, "kept": kept}
 
 
-def dropped(seat: Seat) -> None:
+def dropped(context: RankContext) -> None:
     """Start something that never ends, and lose every reference: no crash, nothing left."""
-    group = SharedGroup(seat.connect(), 0, 20.0)
+    group = SharedGroup(context.connect(), 0, 20.0)
     group.barrier().wait()
-    if seat.rank == 0:
+    if context.rank == 0:
         shared = group.arena.allocate(STAGED, torch.float32)
         group.all_reduce(shared, SUM)
         group.all_reduce(torch.ones(STAGED), SUM)
         del shared
-    seat.gather(None)
+    context.gather(None)
     del group
     gc.collect()
-    seat.gather(None)
+    context.gather(None)
 
 
-def raised(seat: Seat) -> dict[str, Any] | None:
+def raised(context: RankContext) -> dict[str, Any] | None:
     """An exception in the middle: the group is left by the context manager, peers are told."""
     found = None
     try:
-        with seat.group() as group:
+        with context.group() as group:
             group.barrier().wait()
             group.all_reduce(torch.ones(STAGED), SUM).wait()
-            if seat.rank == 0:
+            if context.rank == 0:
                 raise ZeroDivisionError
             found = caught(wait_for(lambda: group.barrier()))
     except ZeroDivisionError:
-        assert seat.rank == 0
+        assert context.rank == 0
     return found
 
 
-def shapes(seat: Seat) -> int:
+def shapes(context: RankContext) -> int:
     """Sizes that no number of ranks divides, none at all, and tensors with gaps."""
     checked = 0
-    with seat.group() as group:
+    with context.group() as group:
         for count in (0, 1, 2, 3, 15, 16, 17, 31, 4095, 4097, 262_143, 262_145, 700_001):
             for name in KIND_NAMES:
-                assert one(group, seat, name, count) is None, (name, count)
+                assert one(group, context, name, count) is None, (name, count)
                 checked += 1
         wide = torch.zeros(64, 48)
         view = wide.t()[3:40:2, 1:60:3]
-        view.copy_(torch.arange(view.numel()).view(view.shape) + seat.rank)
-        wanted = (view - seat.rank) * seat.world + sum(range(seat.world))
+        view.copy_(torch.arange(view.numel()).view(view.shape) + context.rank)
+        wanted = (view - context.rank) * context.world + sum(range(context.world))
         rest = wide.clone()
         group.all_reduce(view, SUM).wait()
         assert torch.equal(view, wanted)
         view.zero_(), rest.t()[3:40:2, 1:60:3].zero_()
         assert torch.equal(wide, rest), "something beside the view was written to"
-        outputs = [torch.zeros(6, 4).t() for _ in range(seat.world)]
-        group.all_gather(outputs, torch.full((6, 4), float(seat.rank)).t()).wait()
-        assert [out.unique().tolist() for out in outputs] == [[float(r)] for r in range(seat.world)]
+        outputs = [torch.zeros(6, 4).t() for _ in range(context.world)]
+        group.all_gather(outputs, torch.full((6, 4), float(context.rank)).t()).wait()
+        assert [out.unique().tolist() for out in outputs] == [
+            [float(r)] for r in range(context.world)
+        ]
     return checked
 
 
-def impossible(seat: Seat) -> list[dict[str, Any] | None]:
+def impossible(context: RankContext) -> list[dict[str, Any] | None]:
     """Ask the core for what it does not have."""
-    with seat.group() as group:
+    with context.group() as group:
         tensor = torch.ones(4)
         whole = torch.ones(4, dtype=torch.int32)
         return [
-            caught(lambda: group.broadcast(tensor, seat.world)),
+            caught(lambda: group.broadcast(tensor, context.world)),
             caught(lambda: group.all_reduce(tensor, native.OP_BAND)),
             caught(lambda: group.all_reduce(whole, native.OP_AVG)),
             caught(lambda: group.all_reduce(tensor, 77)),
         ]
 
 
-def huge(seat: Seat, size: int) -> dict[str, Any]:
+def huge(context: RankContext, size: int) -> dict[str, Any]:
     """Broadcast more than 2 GiB; return seconds and how much memory this took."""
-    with seat.group(timeout_s=60) as group:
+    with context.group(timeout_s=60) as group:
         tensor = torch.empty(size, dtype=torch.uint8)
-        tensor.fill_(7 if seat.rank == 1 else 0)
+        tensor.fill_(7 if context.rank == 1 else 0)
         marks = (0, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 31) + 12345, size - 1)
-        if seat.rank == 1:
+        if context.rank == 1:
             for index, mark in enumerate(marks):
                 tensor[mark] = 100 + index
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

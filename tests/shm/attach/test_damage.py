@@ -9,21 +9,21 @@ import pytest
 
 from paceline.native.extension import missing_reason
 from tests.shm.attach import damage
-from tests.shm.crew import Crew, Played, with_crew
+from tests.shm.worker_pool import RankResult, WorkerPool, with_workers
 
 pytestmark = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
 ROUNDS = 12
 
 
-def play_all(job: object, each: list[tuple[object, ...]], world: int = 2) -> list[list[Played]]:
-    def part(crew: Crew) -> list[list[Played]]:
-        return [crew.play(world, job, *arguments) for arguments in each]  # type: ignore[arg-type]
+def play_all(job: object, each: list[tuple[object, ...]], world: int = 2) -> list[list[RankResult]]:
+    def part(workers: WorkerPool) -> list[list[RankResult]]:
+        return [workers.run(world, job, *arguments) for arguments in each]  # type: ignore[arg-type]
 
-    found: list[list[Played]] = with_crew(part)
-    for played, arguments in zip(found, each, strict=True):
-        assert [one.signal for one in played] == [0] * world, arguments
-        assert [one.left for one in played] == [[]] * world, arguments
+    found: list[list[RankResult]] = with_workers(part)
+    for results, arguments in zip(found, each, strict=True):
+        assert [one.signal for one in results] == [0] * world, arguments
+        assert [one.left for one in results] == [[]] * world, arguments
     return found
 
 
@@ -31,8 +31,8 @@ def test_a_header_that_does_not_fit_is_refused_by_all() -> None:
     sizes = (0, 1, 4095, 4096, 1 << 19, (1 << 20) + 64, 1 << 21, 1 << 40, 1 << 63, (1 << 64) - 64)
     slots: list[tuple[object, ...]] = [(16, "<Q", size) for size in sizes]
     others: list[tuple[object, ...]] = [(0, "<Q", 0), (8, "<I", 99), (12, "<I", 3), (12, "<I", 0)]
-    for played in play_all(damage.bad_header, slots + others):
-        reasons = {one.value for one in played}
+    for results in play_all(damage.bad_header, slots + others):
+        reasons = {one.value for one in results}
         assert len(reasons) == 1
         assert "the control segment has" in reasons.pop()
 
@@ -51,8 +51,8 @@ def test_a_verdict_that_no_rank_writes() -> None:
         (1 << 64) - 1,
     )
     words = [([(damage.VERDICT, "<Q", verdict)],) for verdict in verdicts]
-    for played in play_all(damage.bad_words, words):  # type: ignore[arg-type]
-        for one in played:
+    for results in play_all(damage.bad_words, words):  # type: ignore[arg-type]
+        for one in results:
             assert len(one.value) == 2
             for text in one.value:
                 assert text.startswith("CollectiveError: ")
@@ -61,8 +61,8 @@ def test_a_verdict_that_no_rank_writes() -> None:
 
 def test_a_count_that_no_rank_could_have_reached() -> None:
     """Everybody has arrived, and the phase is not complete: found at the deadline."""
-    (played,) = play_all(damage.bad_words, [([(damage.ARRIVED, "<I", 0xFFFFFF00)],)])
-    for one in played:
+    (results,) = play_all(damage.bad_words, [([(damage.ARRIVED, "<I", 0xFFFFFF00)],)])
+    for one in results:
         assert all(text.startswith("CollectiveError: ") for text in one.value), one.value
         assert any("has overwritten them" in text for text in one.value)
 
@@ -74,13 +74,13 @@ def test_rows_and_tickets_with_anything_in_them() -> None:
         for offset in (0, 8, 16, damage.TICKETS, damage.TICKETS + 16)
         for value in (3, (1 << 64) - 1)
     ]
-    for played in play_all(damage.bad_words, words):
-        for one in played:
+    for results in play_all(damage.bad_words, words):
+        for one in results:
             assert all(text == "nothing" or "Error: Rank" in text for text in one.value), one.value
 
 
 def test_a_vandal_among_the_ranks() -> None:
     found = play_all(damage.vandalised, [(seed,) for seed in range(ROUNDS)])
-    assert all(played[1].value["writes"] > 0 for played in found)
-    ended = [one.value["error"] for played in found for one in played]
+    assert all(results[1].value["writes"] > 0 for results in found)
+    ended = [one.value["error"] for results in found for one in results]
     assert sum(error is not None for error in ended) >= ROUNDS  # the damage was felt

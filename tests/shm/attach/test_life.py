@@ -13,27 +13,27 @@ import pytest
 from paceline.native.extension import missing_reason
 from tests.shm import jobs
 from tests.shm.attach import life_jobs
-from tests.shm.crew import Crew, Played, with_crew
+from tests.shm.worker_pool import RankResult, WorkerPool, with_workers
 
 pytestmark = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
 
-def play(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run(world: int, job: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Do a job once; nobody may have died or left anything behind."""
 
-    def part(crew: Crew) -> list[Played]:
-        return crew.play(world, job, *arguments)
+    def part(workers: WorkerPool) -> list[RankResult]:
+        return workers.run(world, job, *arguments)
 
-    played = with_crew(part)
-    assert [(each.signal, each.left) for each in played] == [(0, [])] * world
-    return [each.value for each in played]
+    results = with_workers(part)
+    assert [(each.signal, each.left) for each in results] == [(0, [])] * world
+    return [each.value for each in results]
 
 
 @pytest.mark.parametrize("by", [0, 2])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_abort_releases_everybody(blocking: bool, by: int) -> None:
     """From another thread; by a rank that waits, and by one that does not."""
-    found = play(3, life_jobs.aborted, blocking, by)
+    found = run(3, life_jobs.aborted, blocking, by)
     for rank in (1, 2):
         error = found[rank]["error"]
         assert error["type"] == "GroupAbortedError"
@@ -56,11 +56,11 @@ MISMATCHES = {
 
 
 def test_mismatches_are_told_to_all_and_the_group_goes_on() -> None:
-    def part(crew: Crew) -> dict[str, list[Played]]:
-        return {case: crew.play(3, life_jobs.mismatched, case) for case in MISMATCHES}
+    def part(workers: WorkerPool) -> dict[str, list[RankResult]]:
+        return {case: workers.run(3, life_jobs.mismatched, case) for case in MISMATCHES}
 
-    for case, played in with_crew(part).items():
-        for rank, each in enumerate(played):
+    for case, results in with_workers(part).items():
+        for rank, each in enumerate(results):
             error = each.value["error"]
             assert error["type"] == "CollectiveMismatchError", (case, each)
             assert error["text"].startswith(f"Rank {rank}: ranks do not agree on")
@@ -75,7 +75,7 @@ def test_mismatches_are_told_to_all_and_the_group_goes_on() -> None:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_rank_that_leaves_is_named(blocking: bool) -> None:
-    found = play(3, life_jobs.left_by_one, blocking)
+    found = run(3, life_jobs.left_by_one, blocking)
     for rank in (0, 2):
         assert found[rank]["type"] == "PeerLostError"
         assert found[rank]["rank"] == 1
@@ -83,38 +83,38 @@ def test_a_rank_that_leaves_is_named(blocking: bool) -> None:
 
 
 def test_destroying_a_group_ends_the_wait_of_another_thread() -> None:
-    found = play(2, life_jobs.closed_under_way)[0]
+    found = run(2, life_jobs.closed_under_way)[0]
     assert found["waited"]["type"] == "GroupClosedError"
     assert "this rank destroyed the group meanwhile" in found["waited"]["text"]
     assert found["after"]["type"] == "GroupClosedError"
 
 
 def test_a_forked_child_has_no_part_and_the_parent_goes_on() -> None:
-    for names, errors in play(2, life_jobs.forked):
+    for names, errors in run(2, life_jobs.forked):
         assert names == ["GroupClosedError"] * 4
         assert errors == [None, None]
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_control_c_ends_a_wait(blocking: bool) -> None:
-    first, second = play(2, life_jobs.interrupted, blocking)
+    first, second = run(2, life_jobs.interrupted, blocking)
     assert first["error"]["type"] == "KeyboardInterrupt"
     assert first["after"]["type"] == second["error"]["type"] == "GroupAbortedError"
     assert "interrupted" in second["error"]["text"]
 
 
 def test_control_c_does_not_take_the_tensor_of_a_queued_call() -> None:
-    found = play(2, life_jobs.interrupted_behind_another)[0]
+    found = run(2, life_jobs.interrupted_behind_another)[0]
     assert found["error"]["type"] == "KeyboardInterrupt"
     assert found["kept"] == 2
 
 
 def test_a_group_that_is_dropped_in_the_middle_leaves_nothing() -> None:
-    assert play(2, life_jobs.dropped) == [None, None]
+    assert run(2, life_jobs.dropped) == [None, None]
 
 
 def test_an_exception_leaves_nothing() -> None:
-    _, peer = play(2, life_jobs.raised)
+    _, peer = run(2, life_jobs.raised)
     assert peer["type"] == "PeerLostError"
     assert "has left the group" in peer["text"]
 
@@ -134,11 +134,11 @@ def test_a_program_that_ends_without_closing(how: str, code: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_sizes_that_nothing_divides(world: int) -> None:
-    assert set(play(world, life_jobs.shapes)) == {13 * len(jobs.KIND_NAMES)}
+    assert set(run(world, life_jobs.shapes)) == {13 * len(jobs.KIND_NAMES)}
 
 
 def test_what_the_core_does_not_have_is_refused() -> None:
-    for errors in play(2, life_jobs.impossible):
+    for errors in run(2, life_jobs.impossible):
         assert [error["type"] for error in errors] == ["ValueError"] * 4
 
 
@@ -151,5 +151,5 @@ def _free_gib() -> float:
 @pytest.mark.skipif(_free_gib() < 8, reason="needs 8 GiB of free memory")
 def test_more_than_two_gib() -> None:
     """As many rounds as it takes, through a few slots: no memory of its own."""
-    for found in play(2, life_jobs.huge, (1 << 31) + (1 << 20) + 77):
+    for found in run(2, life_jobs.huge, (1 << 31) + (1 << 20) + 77):
         assert found["grown_kib"] < 64 << 10

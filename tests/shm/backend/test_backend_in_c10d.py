@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.native.extension import missing_reason
 from paceline.testing import run_ranks
-from paceline.torch_private import group_timeout
+from paceline.torch_private.groups import group_timeout
 
 pytestmark = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def is_the_same_backend_twice(_: Path) -> Any:
 
 def says_what_it_supports(_: Path) -> Any:
     backend = world()._get_backend(CPU)
-    return backend.supports_coalescing, backend.supports_splitting, backend.supports_shrinking
+    return backend.supports_coalescing, backend.supports_splitting
 
 
 def has_options(_: Path) -> Any:

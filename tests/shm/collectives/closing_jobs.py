@@ -15,16 +15,16 @@ import torch
 from paceline.native.extension import native
 from paceline.shm import BLOCKING
 from tests.shm.attach.life_jobs import caught, wait_for
-from tests.shm.crew import Seat
 from tests.shm.jobs import STAGED, SUM
+from tests.shm.worker_pool import RankContext
 
 DELAY_NS = 200_000_000
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def poll(condition: Callable[[], Any]) -> None:
     """Wait for something to become true."""
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.002)
@@ -40,19 +40,19 @@ def handling(action: Callable[[], Any]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def closed_at(seat: Seat, point: int, way: str, comes: bool) -> dict[str, Any]:
+def closed_at(context: RankContext, point: int, way: str, comes: bool) -> dict[str, Any]:
     """Rank 0 closes its group while its collective is at a labelled point.
 
     From a signal handler, from another thread, or from both at once. The other rank comes to that
     collective or does not.
     """
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
         begin = wait_for(lambda: group.all_reduce(torch.ones(STAGED), SUM, BLOCKING))
-        if seat.rank == 1:
-            seat.gather(None)
+        if context.rank == 1:
+            context.gather(None)
             error = caught(begin) if comes else None
-            seat.gather(None)
+            context.gather(None)
             return {"error": error}
         core, closed = group._core, []
 
@@ -73,30 +73,30 @@ def closed_at(seat: Seat, point: int, way: str, comes: bool) -> dict[str, Any]:
         thread = threading.Thread(target=strike)
         with handling(close):
             thread.start()
-            seat.gather(None)
+            context.gather(None)
             error = caught(begin)
             thread.join()
             poll(lambda: len(closed) == (2 if way == "both" else 1))
             # The kernel's thread ends a moment after Python's.
             poll(lambda: len(os.listdir("/proc/self/task")) <= tasks)
-        seat.gather(None)
+        context.gather(None)
         fired = core.faults_fired()
         return {"error": error, "fired": fired, "after": caught(lambda: group.barrier())}
 
 
-def collective_in_handler(seat: Seat) -> Any:
+def collective_in_handler(context: RankContext) -> Any:
     """A signal handler waits for collectives inside of a blocking one of the same group."""
-    with seat.group() as group:
+    with context.group() as group:
         group.barrier().wait()
-        if seat.rank == 1:
-            seat.gather(None)
+        if context.rank == 1:
+            context.gather(None)
             return caught(wait_for(group.barrier))
         found: list[Any] = []
 
         def wait_for_more() -> None:
             found.append(caught(wait_for(group.barrier)))
             found.append(caught(wait_for(lambda: group.all_reduce(torch.ones(1), SUM))))
-            seat.gather(None)
+            context.gather(None)
 
         def strike() -> None:
             poll(lambda: group._core.row(0).life == native.LIFE_WORKING)

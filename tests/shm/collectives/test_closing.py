@@ -16,7 +16,7 @@ from paceline.errors import CollectiveError
 from paceline.native.extension import missing_reason, native
 from paceline.testing import run_ranks
 from tests.shm.collectives import closing_jobs
-from tests.shm.crew import Crew, Played, with_crew
+from tests.shm.worker_pool import RankResult, WorkerPool, with_workers
 
 pytestmark = [
     pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason())),
@@ -34,17 +34,17 @@ POINTS = {
 def test_at_every_point(way: str) -> None:
     """In a signal handler, as SIGTERM usually destroys the group; from a thread; from both."""
 
-    def part(crew: Crew) -> dict[str, list[Played]]:
+    def part(workers: WorkerPool) -> dict[str, list[RankResult]]:
         cases = {(name, name != "ASLEEP"): value for name, value in POINTS.items()}
         cases["ARRIVED", False] = POINTS["ARRIVED"]
         return {
-            f"{name} {comes}": crew.play(2, closing_jobs.closed_at, value, way, comes)
+            f"{name} {comes}": workers.run(2, closing_jobs.closed_at, value, way, comes)
             for (name, comes), value in cases.items()
         }
 
-    for case, played in with_crew(part, timeout_s=140).items():
-        assert [(each.signal, each.left) for each in played] == [(0, [])] * 2, case
-        closer, peer = (each.value for each in played)
+    for case, results in with_workers(part, timeout_s=140).items():
+        assert [(each.signal, each.left) for each in results] == [(0, [])] * 2, case
+        closer, peer = (each.value for each in results)
         assert closer["fired"], case
         assert closer["after"]["type"] == "GroupClosedError", case
         if closer["error"] is not None:
@@ -60,11 +60,11 @@ def test_at_every_point(way: str) -> None:
 def test_a_handler_may_not_wait_for_a_collective_inside_of_another() -> None:
     """It would wait for ever: the one before it goes on when the handler returns."""
 
-    def part(crew: Crew) -> list[Played]:
-        return crew.play(2, closing_jobs.collective_in_handler)
+    def part(workers: WorkerPool) -> list[RankResult]:
+        return workers.run(2, closing_jobs.collective_in_handler)
 
-    played = with_crew(part)
-    found = played[0].value
+    results = with_workers(part)
+    found = results[0].value
     assert [error["type"] for error in found] == ["RuntimeError"] * 2
     assert all("signal handler" in error["text"] for error in found)
 

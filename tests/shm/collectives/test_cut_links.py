@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.slow,
 ]
-PATIENCE_S = 100.0
+TIMEOUT_S = 100.0
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def train_until_lost(
 def meet(folder: Path) -> None:
     """Wait for all ranks, but not over the link: it may be cut before the last has left."""
     (folder / f"met-{dist.get_rank()}").touch()
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = time.monotonic() + TIMEOUT_S
     while len(list(folder.glob("met-*"))) < dist.get_world_size() and time.monotonic() < until_s:
         time.sleep(0.01)
 
@@ -75,7 +75,7 @@ def cut_link() -> None:
 def test_a_cut_link(hosts: Hosts, transport: str, tmp_path: Path) -> None:
     """gloo alone waits for its time-out."""
     arguments = (transport, nn.BatchNorm1d, cut_link, tmp_path)
-    found = run_on_hosts(hosts, 2, train_until_lost, *arguments, timeout_s=PATIENCE_S)
+    found = run_on_hosts(hosts, 2, train_until_lost, *arguments, timeout_s=TIMEOUT_S)
     for rank, (lost, host, pid, waited_s) in enumerate(found):
         assert lost in ((2, 3) if rank < 2 else (0, 1))
         assert host == f"test-host-{1 if rank < 2 else 0}"
@@ -96,7 +96,7 @@ def test_a_rank_that_is_killed_on_another_host(
         (tmp_path / f"{dist.get_rank()}").write_text(f"{found[0]} {found[1]}")
 
     with pytest.raises(RanksFailedError) as failed:
-        run_on_hosts(hosts, 2, run, timeout_s=PATIENCE_S, grace_s=PATIENCE_S / 2)
+        run_on_hosts(hosts, 2, run, timeout_s=TIMEOUT_S, grace_s=TIMEOUT_S / 2)
     outcomes = {failure.rank: failure.outcome for failure in failed.value.failures}
     assert outcomes[3] is Outcome.EXITED
     for rank in range(3):

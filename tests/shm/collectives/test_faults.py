@@ -1,7 +1,7 @@
 """Faults at every labelled point of every collective: nobody hangs, everybody is told.
 
-Every fault is seen to have fired. The ranks are real processes (``crew.py``); after each fault the
-survivors must have nothing left of the group.
+Every fault is seen to have fired. The ranks are real processes (``worker_pool.py``); after each
+fault the survivors must have nothing left of the group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from paceline.native.extension import missing_reason, native
 from tests.shm import jobs
-from tests.shm.crew import Crew, Played, with_crew
+from tests.shm.worker_pool import RankResult, WorkerPool, with_workers
 
 pytestmark = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
@@ -48,13 +48,14 @@ STAGED = [
     for name in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_to_all")
 ]
 IN_ARENA = [
-    (f"{name}_in_arena", jobs.STAGED) for name in ("all_reduce", "reduce_lanes", "share_lanes")
+    (f"{name}_in_arena", jobs.STAGED)
+    for name in ("all_reduce", "reduce_to_leaders", "copy_from_leaders")
 ]
 EVERY = [*TINY, *STAGED, *IN_ARENA]
 # Points that not every kind of collective passes.
 ONLY = {
-    "REDUCING": {"all_reduce", "reduce", "reduce_scatter", "reduce_lanes"},
-    "TAKING": {"all_gather", "gather", "all_to_all", "share_lanes"},
+    "REDUCING": {"all_reduce", "reduce", "reduce_scatter", "reduce_to_leaders"},
+    "TAKING": {"all_gather", "gather", "all_to_all", "copy_from_leaders"},
 }
 
 
@@ -64,11 +65,15 @@ def passes(kind: str, count: int, point: str) -> bool:
     return name in ONLY.get(point, {name}) or (point == "TAKING" and is_staged)
 
 
-Record = tuple[str, int, str, int, list[Played]]
+Record = tuple[str, int, str, int, list[RankResult]]
 
 
 def play_faults(
-    crew: Crew, kinds: list[tuple[str, int]], points: list[str], action: int, timeout_s: float
+    workers: WorkerPool,
+    kinds: list[tuple[str, int]],
+    points: list[str],
+    action: int,
+    timeout_s: float,
 ) -> list[Record]:
     """One job for each kind at each point; with two and three ranks in turn."""
     records = []
@@ -79,24 +84,24 @@ def play_faults(
                 fault = (POINTS[point], 1, action, 0)
                 for longer in (1, 3, 10, 100):
                     allowed_s = timeout_s * longer
-                    played = crew.play(world, jobs.with_fault, kind, count, fault, allowed_s)
-                    if is_killed(played) or is_clear(played):
+                    results = workers.run(world, jobs.with_fault, kind, count, fault, allowed_s)
+                    if is_killed(results) or is_clear(results):
                         break
-                records.append((kind, count, point, world, played))
+                records.append((kind, count, point, world, results))
     return records
 
 
-def is_killed(played: list[Played]) -> bool:
+def is_killed(results: list[RankResult]) -> bool:
     """Say whether the fault has fired; a victim that is to die asleep may have had no rest."""
-    return played[jobs.ROOT].signal == signal.SIGKILL
+    return results[jobs.ROOT].signal == signal.SIGKILL
 
 
-def is_clear(played: list[Played]) -> bool:
+def is_clear(results: list[RankResult]) -> bool:
     """Say whether only the stopped rank was late; on a busy machine another may be, too."""
-    if any(each.signal for each in played):
+    if any(each.signal for each in results):
         return False
-    errors = [each.value["error"] or {} for each in played]
-    fired = played[jobs.ROOT].value["fired"]
+    errors = [each.value["error"] or {} for each in results]
+    fired = results[jobs.ROOT].value["fired"]
     return bool(fired) and all(error.get("missing") == (jobs.ROOT,) for error in errors)
 
 
@@ -105,22 +110,22 @@ class TestKilled:
 
     @pytest.mark.parametrize("kinds", [TINY, STAGED, IN_ARENA], ids=["tiny", "staged", "arena"])
     def test_at_every_point(self, kinds: list[tuple[str, int]]) -> None:
-        found = with_crew(play_faults, kinds, list(POINTS), native.FAULT_KILL, 60.0)
+        found = with_workers(play_faults, kinds, list(POINTS), native.FAULT_KILL, 60.0)
         assert len(found) >= 24
-        for kind, count, point, world, played in found:
-            where = f"{kind} of {count} at {point}, {world} ranks: {played}"
-            victim = played[jobs.ROOT]
+        for kind, count, point, world, results in found:
+            where = f"{kind} of {count} at {point}, {world} ranks: {results}"
+            victim = results[jobs.ROOT]
             assert victim.signal == signal.SIGKILL, where
-            for rank, survivor in enumerate(played):
+            for rank, survivor in enumerate(results):
                 if rank != jobs.ROOT:
                     assert survivor.left == [], where
                     self.check(survivor.value["error"], victim.pid, where)
 
     @pytest.mark.slow
     def test_within_half_a_second(self) -> None:
-        found = with_crew(play_faults, TINY, list(POINTS), native.FAULT_KILL, 60.0)
+        found = with_workers(play_faults, TINY, list(POINTS), native.FAULT_KILL, 60.0)
         times_s = sorted(
-            each.value["error"]["took_s"] for *_, played in found for each in played if each.value
+            each.value["error"]["took_s"] for *_, results in found for each in results if each.value
         )
         # A machine that is busy with something else may be late once.
         assert times_s[len(times_s) * 49 // 50] < 0.5, times_s
@@ -149,12 +154,12 @@ class TestStopped:
         ids=["tiny", "staged", "arena", "every"],
     )
     def test_at_every_point(self, kinds: list[tuple[str, int]], points: list[str]) -> None:
-        found = with_crew(play_faults, kinds, points, native.FAULT_STOP, 0.3)
+        found = with_workers(play_faults, kinds, points, native.FAULT_STOP, 0.3)
         assert len(found) >= 8
-        for kind, count, point, world, played in found:
-            where = f"{kind} of {count} at {point}, {world} ranks: {played}"
-            assert played[jobs.ROOT].value["fired"] == 1, where
-            for rank, each in enumerate(played):
+        for kind, count, point, world, results in found:
+            where = f"{kind} of {count} at {point}, {world} ranks: {results}"
+            assert results[jobs.ROOT].value["fired"] == 1, where
+            for rank, each in enumerate(results):
                 assert (each.signal, each.left) == (0, []), where
                 error = each.value["error"]
                 assert error["type"] == "CollectiveTimeoutError", where
@@ -175,12 +180,12 @@ class TestDelayed:
     def test_at_every_point(self) -> None:
         """Right results; and every point that a kind has was passed."""
 
-        def part(crew: Crew) -> list[Played]:
+        def part(workers: WorkerPool) -> list[RankResult]:
             names = tuple({kind for kind, _ in EVERY})
-            return crew.play(3, jobs.delays, names, tuple(POINTS.values()))
+            return workers.run(3, jobs.delays, names, tuple(POINTS.values()))
 
-        played = with_crew(part)
-        assert [each.left for each in played] == [[], [], []]
+        results = with_workers(part)
+        assert [each.left for each in results] == [[], [], []]
         silent = {
             (kind, point)
             for kind, _ in EVERY
@@ -188,7 +193,7 @@ class TestDelayed:
             if not any(passes(kind, count, point) for count in (jobs.TINY, jobs.STAGED))
         }
         points = {value: name for name, value in POINTS.items()}
-        found = {(kind, points[point]) for kind, point in played[jobs.ROOT].value}
+        found = {(kind, points[point]) for kind, point in results[jobs.ROOT].value}
         # Whether a rank sleeps depends on how late the others are.
         assert {each for each in found if each[1] != "ASLEEP"} == silent
 
@@ -197,7 +202,7 @@ class TestManyRounds:
     """Thousands of fresh groups: see ``bare.py``."""
 
     @staticmethod
-    def play(rounds: int) -> dict[str, Any]:
+    def run(rounds: int) -> dict[str, Any]:
         script = Path(__file__).with_name("bare.py")
         command = [sys.executable, str(script), native.__file__, str(rounds), "11"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=250)
@@ -208,11 +213,11 @@ class TestManyRounds:
         return found
 
     def test_hundreds(self) -> None:
-        self.play(200)
+        self.run(200)
 
     @pytest.mark.slow
     def test_thousands(self) -> None:
-        found = self.play(2400)
+        found = self.run(2400)
         for point in POINTS.values():
             for action in ("KILL", "STOP", "DELAY"):
                 assert found["fired"].get(f"{action} {point}", 0) >= 5, found

@@ -1,4 +1,4 @@
-"""Ranks on two test hosts: shared memory inside of each, lanes over the link between them."""
+"""Ranks on two test hosts: shared memory inside of each, gloo over the link between them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
-from paceline.shm.collectives.cross_host import CLOSE_PATIENCE_S
+from paceline.shm.collectives.cross_host import CLOSE_TIMEOUT_S
 from paceline.testing.hosts import Hosts, hosts_unavailable_reason, run_on_hosts, test_hosts
-from paceline.torch_private import group_timeout
+from paceline.torch_private.groups import group_timeout
 
 REASON = hosts_unavailable_reason()
 pytestmark = [
@@ -118,7 +118,7 @@ def test_each_rank_sends_its_slice_only(hosts: Hosts) -> None:
         crossed[backend] = hosts.link_bytes() - before
     sent_in_a_flat_ring = 2 * (ranks - 1) / ranks * tensor_bytes
     assert crossed["paceline"] / ranks <= sent_in_a_flat_ring / local_world
-    # A lane of two hosts is a ring of two: each end sends its slice once.
+    # A leader group of two hosts is a ring of two: each end sends its slice once.
     assert crossed["paceline"] / ranks <= 1.03 * tensor_bytes / local_world
     assert crossed["paceline"] <= 0.7 * crossed["gloo"]
 
@@ -167,14 +167,17 @@ def test_a_full_arena_on_one_rank_is_slower_not_wrong(hosts: Hosts) -> None:
 
 
 def lane_timeouts() -> tuple[float, float, float]:
-    """Of the lane of a wrapper, and of the backend's before and after it is changed."""
+    """Of the leader group of a wrapper, and of the backend's before and after it is changed."""
     group = dist.new_group(timeout=timedelta(seconds=70))
     ddp = DDP(nn.Linear(3, 2), process_group=group, transport="shm")
-    lane = ddp._transport.resolve()._reducer._group._lane
+    leaders = ddp._transport.resolve()._reducer._group._leader_group
     own = dist.new_group(backend="paceline", timeout=timedelta(seconds=90))
-    found = [group_timeout(one).total_seconds() for one in (lane, own._operations._group._lane)]
+    found = [
+        group_timeout(one).total_seconds()
+        for one in (leaders, own._operations._group._leader_group)
+    ]
     own.set_timeout(timedelta(seconds=110))
-    return *found, group_timeout(own._operations._group._lane).total_seconds()
+    return *found, group_timeout(own._operations._group._leader_group).total_seconds()
 
 
 def test_lanes_have_the_time_out_of_their_group(hosts: Hosts) -> None:
@@ -187,7 +190,7 @@ def leave_while_the_other_host_stays_away() -> float:
     took_s = 0.0
     if dist.get_rank() < 2:
         dist.all_reduce(torch.ones(1000), group=group, async_op=True).get_future()
-        time.sleep(0.5)  # until its lane waits for the other host
+        time.sleep(0.5)  # until its leader waits for the other host
         began_s = time.monotonic()
         group.shutdown()
         took_s = time.monotonic() - began_s
@@ -199,4 +202,4 @@ def leave_while_the_other_host_stays_away() -> float:
 def test_leaving_does_not_wait_for_another_host(hosts: Hosts) -> None:
     """The group's time-out is much longer than this."""
     for took_s in run_on_hosts(hosts, 2, leave_while_the_other_host_stays_away):
-        assert took_s < 2 * CLOSE_PATIENCE_S + 5
+        assert took_s < 2 * CLOSE_TIMEOUT_S + 5

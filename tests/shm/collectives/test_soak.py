@@ -6,7 +6,7 @@ import pytest
 
 from paceline.native.extension import missing_reason
 from tests.shm import jobs
-from tests.shm.crew import Crew, Played, with_crew
+from tests.shm.worker_pool import RankResult, WorkerPool, with_workers
 
 COLLECTIVES = 120_000
 MALLOC_KIB = 2048
@@ -17,10 +17,10 @@ MALLOC_KIB = 2048
 @pytest.mark.timeout(110)
 @pytest.mark.slow
 def test_nothing_grows() -> None:
-    def part(crew: Crew) -> list[Played]:
-        return crew.play(2, jobs.soak, COLLECTIVES)
+    def part(workers: WorkerPool) -> list[RankResult]:
+        return workers.run(2, jobs.soak, COLLECTIVES)
 
-    for each in with_crew(part):
+    for each in with_workers(part):
         assert each.left == []
         looks = each.value
         assert len(looks) >= 10

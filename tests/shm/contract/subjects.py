@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-SUBJECTS = ("gloo", "paceline", "lanes")
+SUBJECTS = ("gloo", "paceline", "two hosts")
 TIMEOUT = timedelta(seconds=100)
 
 
@@ -18,10 +18,10 @@ TIMEOUT = timedelta(seconds=100)
 def subject(name: str, rank: int, world: int) -> Iterator[str]:
     """Yield the name of the backend to make groups with.
 
-    "lanes" is paceline over two hosts: the first ranks on one, the others on the other, one more on
-    the first if their number is odd. Between hosts sums go by lanes, and the rest is gloo's.
+    "two hosts" is paceline over two hosts: the first ranks on one, the others on the other, one
+    more on the first if their number is odd. Sums go by leaders, and the rest is gloo's.
     """
-    if name != "lanes":
+    if name != "two hosts":
         yield name
         return
     os.environ["PACELINE_HOST_ID"] = f"host-{rank * 2 // world}"

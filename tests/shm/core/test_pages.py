@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.memory.segment import Mapping, create_segment
+from paceline.printable import SHOWN_CHARACTERS, printable
 from paceline.shm.core.pages import (
     HEAD_BYTES,
     MAX_TEXT_BYTES,
@@ -16,7 +17,6 @@ from paceline.shm.core.pages import (
     RECORD_BYTES,
     Field,
     Pages,
-    printable,
 )
 
 WORLD = 3
@@ -112,4 +112,4 @@ def test_a_forked_child_writes_nothing(segment: Segment) -> None:
 
 def test_what_is_shown_cannot_upset_a_terminal() -> None:
     assert printable("a\x1b[2Jb\r\nc\x00\u202e") == "a [2Jb \nc  "
-    assert len(printable("x" * 10_000)) == MAX_TEXT_BYTES
+    assert len(printable("x" * 10_000)) == SHOWN_CHARACTERS

@@ -57,7 +57,9 @@ static uint64_t draw(uint64_t *state) {
     return z ^ z >> 31;
 }
 
-static bool is_lanes(uint32_t kind) { return kind == PL_REDUCE_LANES || kind == PL_SHARE_LANES; }
+static bool has_leaders(uint32_t kind) {
+    return kind == PL_REDUCE_TO_LEADERS || kind == PL_COPY_FROM_LEADERS;
+}
 
 static plan draw_plan(uint64_t seq) {
     static const uint32_t dtypes[] = {PL_U8, PL_I32, PL_I64, PL_F16, PL_BF16, PL_F32, PL_F64};
@@ -66,15 +68,15 @@ static plan draw_plan(uint64_t seq) {
     next.kind = (uint32_t)(draw(&state) % PL_KINDS);
     next.dtype = dtypes[draw(&state) % 7];
     next.op = draw(&state) % 3 == 0 ? PL_MAX : PL_SUM;
-    next.root = (uint32_t)(draw(&state) % world) + (is_lanes(next.kind) ? 1 : 0);
+    next.root = (uint32_t)(draw(&state) % world) + (has_leaders(next.kind) ? 1 : 0);
     uint64_t limit = draw(&state) % 2 ? 300 : MAX_BYTES;
     next.count = (uint32_t)(draw(&state) % (limit + 1) / pl_itemsize(next.dtype));
     next.arena_mask = (uint32_t)draw(&state);
-    if (draw(&state) % 2 || is_lanes(next.kind))
+    if (draw(&state) % 2 || has_leaders(next.kind))
         next.arena_mask = UINT32_MAX;
     if (draw(&state) % 16 == 0 && next.kind != PL_BARRIER)
         next.odd_rank = (uint32_t)(draw(&state) % world);
-    if (is_lanes(next.kind))
+    if (has_leaders(next.kind))
         next.op = PL_SUM;
     return next;
 }
@@ -160,7 +162,7 @@ static uint8_t *heap_of(uint32_t rank, const plan *p) {
 }
 
 static bool in_arena(const body *me, const plan *p) {
-    return (is_lanes(p->kind) || p->kind == PL_ALL_REDUCE) && p->arena_mask >> me->rank & 1;
+    return (has_leaders(p->kind) || p->kind == PL_ALL_REDUCE) && p->arena_mask >> me->rank & 1;
 }
 
 static pl_operation *make(const body *me, const plan *p) {
@@ -225,14 +227,14 @@ static void check_moved(const body *me, const plan *p, const uint8_t *found, uin
         expect(me, p, found, i, value_of(p, from, part, i), p->dtype);
 }
 
-static void check_lanes(const body *me, const plan *p, const uint8_t *found) {
+static void check_leaders(const body *me, const plan *p, const uint8_t *found) {
     size_t itemsize = pl_itemsize(p->dtype);
-    for (uint32_t lane = 0; lane < p->root; lane++) {
-        uint64_t end = pl_cut(p->count, p->root, lane + 1, itemsize);
-        for (uint64_t i = pl_cut(p->count, p->root, lane, itemsize); i < end; i++) {
-            double wanted = value_of(p, lane, 0, i);
-            if (p->kind == PL_REDUCE_LANES)
-                wanted = lane == me->rank ? reduced(p, 0, i) : value_of(p, me->rank, 0, i);
+    for (uint32_t leader = 0; leader < p->root; leader++) {
+        uint64_t end = pl_cut(p->count, p->root, leader + 1, itemsize);
+        for (uint64_t i = pl_cut(p->count, p->root, leader, itemsize); i < end; i++) {
+            double wanted = value_of(p, leader, 0, i);
+            if (p->kind == PL_REDUCE_TO_LEADERS)
+                wanted = leader == me->rank ? reduced(p, 0, i) : value_of(p, me->rank, 0, i);
             expect(me, p, found, i, wanted, p->dtype);
         }
     }
@@ -266,8 +268,8 @@ static void check(const body *me, const plan *p, const pl_operation *operation) 
     case PL_REDUCE_SCATTER: check_reduced(me, p, result, me->rank); break;
     case PL_SCATTER: check_moved(me, p, result, p->root, me->rank); break;
     case PL_ALL_TO_ALL: check_exchanged(me, p); break;
-    case PL_REDUCE_LANES:
-    case PL_SHARE_LANES: check_lanes(me, p, result); break;
+    case PL_REDUCE_TO_LEADERS:
+    case PL_COPY_FROM_LEADERS: check_leaders(me, p, result); break;
     }
 }
 

@@ -16,7 +16,7 @@ from paceline.liveness import watch_of
 
 F = TypeVar("F", bound=Callable[..., None])
 
-_GROUP_PLACE = 6
+_GROUP_POSITION = 6
 """Of ``process_group`` among the positional arguments behind ``self``."""
 
 
@@ -42,7 +42,7 @@ def tells_peers(init: F) -> F:
 
 
 def _find_group(args: Sequence[Any], kwargs: dict[str, Any]) -> dist.ProcessGroup | None:
-    group = args[_GROUP_PLACE] if len(args) > _GROUP_PLACE else kwargs.get("process_group")
+    group = args[_GROUP_POSITION] if len(args) > _GROUP_POSITION else kwargs.get("process_group")
     mesh = kwargs.get("device_mesh")
     if group is None and mesh is not None and getattr(mesh, "ndim", 0) == 1:
         group = mesh.get_group()

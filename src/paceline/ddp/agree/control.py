@@ -31,6 +31,7 @@ import torch
 from paceline.ddp.agree.byte_sum import read_bytes, write_bytes
 
 _HEADER = struct.Struct("<BIId")
+_DIGEST = struct.Struct("<Q")
 _MAX_U32 = (1 << 32) - 1
 
 
@@ -62,6 +63,9 @@ class ControlRow(NamedTuple):
 
     ``drift`` is what this rank did since its last synchronised backward, as far as ranks compare
     it: :meth:`paceline.ddp.agree.drift.Tally.code`.
+
+    ``digest`` stands for its parameters (:mod:`paceline.ddp.agree.replicas`); 0 in a step, or with
+    a layout, that does not compare them.
     """
 
     flags: int
@@ -69,6 +73,7 @@ class ControlRow(NamedTuple):
     weight: float
     ready_us: tuple[int, ...] = ()
     drift: int = 0
+    digest: int = 0
 
     def has(self, flag: Flag) -> bool:
         """Whether this rank raised ``flag``."""
@@ -93,8 +98,11 @@ class ControlBlock:
         rows = [row for row in self.rows if row is not None]
         if not rows:
             return True
-        step, drift = rows[0].step, rows[0].drift
-        return all(r.flags == _ORDINARY and r.step == step and r.drift == drift for r in rows)
+        step, drift, digest = rows[0].step, rows[0].drift, rows[0].digest
+        return all(
+            r.flags == _ORDINARY and r.step == step and r.drift == drift and r.digest == digest
+            for r in rows
+        )
 
     def any(self, flag: Flag) -> bool:
         """Whether some rank raised ``flag``."""
@@ -116,11 +124,15 @@ class ControlLayout:
         numel: Numbers in a block.
     """
 
-    def __init__(self, world: int, buckets: int, tracked: int = 0) -> None:
+    def __init__(
+        self, world: int, buckets: int, tracked: int = 0, *, has_digests: bool = False
+    ) -> None:
         self.world = world
         self.buckets = buckets
+        self._has_digests = has_digests
         self._whole_row = struct.Struct(f"{_HEADER.format}{buckets}I")
-        self.row_bytes = self._whole_row.size
+        self._digest_at = self._whole_row.size
+        self.row_bytes = self._whole_row.size + (_DIGEST.size if has_digests else 0)
         self.numel = world * self.row_bytes + tracked
 
     def write(
@@ -132,6 +144,8 @@ class ControlLayout:
         start = rank * self.row_bytes
         step = row.step & _MAX_U32
         self._whole_row.pack_into(data, start, row.flags, row.drift, step, row.weight, *late)
+        if self._has_digests:
+            _DIGEST.pack_into(data, start + self._digest_at, row.digest)
         if used:
             data[self.world * self.row_bytes :] = bytes(used)
         write_bytes(trailer, data)
@@ -145,7 +159,11 @@ class ControlLayout:
 
     def _row(self, data: bytes, start: int) -> ControlRow | None:
         flags, drift, step, weight = _HEADER.unpack_from(data, start)
-        return ControlRow(flags, step, weight, (), drift) if flags else None
+        if not flags:
+            return None
+        has = self._has_digests
+        digest = _DIGEST.unpack_from(data, start + self._digest_at)[0] if has else 0
+        return ControlRow(flags, step, weight, (), drift, digest)
 
     def ready_us(self, data: bytes, rank: int) -> tuple[int, ...]:
         """Decode when a rank's buckets were ready; only statistics want to know."""

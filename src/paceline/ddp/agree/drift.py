@@ -32,9 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.ddp.autograd.optimizer_steps import observe_updates
-from paceline.ddp.autograd.unused import find_tensors
-from paceline.torch_private import backward_id, collectives_of_all_groups
+from paceline.containers import tensors_in
+from paceline.ddp.agree.no_sync_guard import NoSyncGuard
+from paceline.ddp.autograd.optimizer_steps import observe_optimizers, observe_updates
+from paceline.torch_private.autograd import backward_id
+from paceline.torch_private.groups import collectives_of_all_groups
 
 LOCAL_UPDATES = 16
 """So many updates in a row under no_sync, with no collective of the user's between them, may be
@@ -74,10 +76,13 @@ class Drift:
         parameters: What the wrapper reduces. The first one's version stands for all.
         forwards: Since the last synchronised backward; the reducer counts them.
         abandoned: The first rows of the inputs of a forward that raised, if it was the latest.
+        no_sync: Which local backward passes ran outside of no_sync.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.parameters = parameters
+        self.no_sync = NoSyncGuard(parameters)
+        self._observes_begins = False
         self._last: tuple[int, ...] = Tally()
         self._has_warned = False
         self._is_stepped_by_optimizers = False
@@ -103,6 +108,7 @@ class Drift:
 
     def _clear(self) -> None:
         self._is_all_synced = True
+        self.no_sync.clear()
         self.forwards = self._local_forwards = 0
         self._local = self._bypassed = self._pending = 0
         self._steps = self._updates = self._unsynced = self._raised = self._left_out = 0
@@ -131,8 +137,15 @@ class Drift:
 
     # --- backward and updates ------------------------------------------------------------------
 
+    def on_optimizer_begin(self) -> None:
+        """An optimizer is about to step."""
+        if self._pending:
+            self.no_sync.check()
+
     def on_optimizer_step(self) -> None:
         """An optimizer has stepped."""
+        if self._pending:
+            self.no_sync.check()  # its closure ran the backward
         self._is_stepped = self._is_stepped_by_optimizers = True
         if self._pending and any(p.grad is not None for p in self.parameters):
             self._note_unsynced()
@@ -151,6 +164,9 @@ class Drift:
         self._pending += 1
         if self._local_forwards:
             self._local += 1
+            if self.no_sync.note_backward() and not self._observes_begins:
+                self._observes_begins = True
+                observe_optimizers(self)
         else:
             self._bypassed += 1
 
@@ -225,6 +241,7 @@ class Drift:
         """Gradients that were never averaged have changed the parameters."""
         self._unsynced += 1
         self._pending = 0
+        self.no_sync.clear()
         if self._is_synced and not self._local_forwards:
             return  # beside averaged ones: may be the same on all ranks, as those of a penalty
         collectives = collectives_of_all_groups()
@@ -260,7 +277,7 @@ def _first_rows(inputs: Any) -> list[torch.Tensor]:
     """Copy as much of inputs as tells whether others are the same, or begin with the same row."""
     rows = []
     with torch.no_grad():
-        for tensor in find_tensors(inputs):
+        for tensor in tensors_in(inputs):
             if tensor.layout is torch.strided and tensor.numel():
                 while tensor.dim() > 1:
                     tensor = tensor[0]

@@ -5,6 +5,7 @@ Called by the wrapper, and by :mod:`paceline.ddp.agree.peers`, also when buckets
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -111,6 +112,8 @@ def _manifest(
             "skip_all_reduce_unused_params": policy.skip_unused,
             "nonfinite": policy.nonfinite.value,
             "missing_gradients": policy.missing.value,
+            "check_every": policy.check_every,
+            "shards": None if policy.shards is None else dataclasses.asdict(policy.shards),
         },
     }
 

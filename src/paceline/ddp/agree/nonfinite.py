@@ -34,13 +34,14 @@ def nonfinite_slots(bucket: Bucket) -> list[Slot]:
     return [s for s in bucket.slots if s.view is not None and not is_finite(s.view)]
 
 
-def overflowed_slots(buckets: Sequence[Bucket], *, has_hook: bool) -> list[Slot]:
+def overflowed_slots(buckets: Sequence[Bucket], *, always: bool) -> list[Slot]:
     """Return slots whose reduced gradients are not finite, in buckets where a sum may overflow.
 
-    Only float16, or a hook that compresses, can make infinity out of finite gradients.
+    As a mean is taken, only float16 makes infinity out of finite gradients, or a hook that
+    compresses; ``always`` looks at all buckets.
     """
     for bucket in buckets:
-        can_overflow = has_hook or bucket.spec.dtype is torch.float16
+        can_overflow = always or bucket.spec.dtype is torch.float16
         if can_overflow and not bucket_is_finite(bucket):
             return nonfinite_slots(bucket)
     return []

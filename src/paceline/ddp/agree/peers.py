@@ -1,6 +1,6 @@
 """What ranks ask each other besides sums: the order of buckets, and what became of a step.
 
-Every rank reads the same control block and comes to the same verdict, so either all raise or none.
+Every rank reads the same control block and comes to the same decision, so either all raise or none.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from paceline.config import ReducePolicy
 from paceline.ddp.agree.control import ControlBlock, Flag
 from paceline.ddp.agree.diagnosis import build_error
 from paceline.ddp.agree.drift import Drift
+from paceline.ddp.agree.hook_futures import HookFutures
 from paceline.ddp.agree.init_sync import verify_same_model, verify_same_plan
 from paceline.ddp.agree.out_of_step import OutOfStep
-from paceline.ddp.agree.patience import Patience
+from paceline.ddp.agree.replicas import ReplicaCheck
 from paceline.ddp.agree.reports import FailureReport
 from paceline.errors import DesynchronizedError, GroupClosedError, StepError
 from paceline.forks import Owner, keep_for_ever
 from paceline.liveness import watch_of
-from paceline.torch_private import group_timeout
+from paceline.torch_private.groups import group_timeout
 from paceline.transport.exchange import broadcast_integers, gather_json
 from paceline.types import Transport
 
 
-class Verdict(enum.Enum):
+class Decision(enum.Enum):
     """What to do with the step."""
 
     APPLY = enum.auto()
@@ -52,10 +53,10 @@ class Peers:
         self._owner = Owner()
         self._out_of_step = OutOfStep(self._rank)
 
-    def patience(self) -> Patience:
+    def hook_futures(self) -> HookFutures:
         """Return how long hooks are waited for: as long as a collective of the group may take."""
         timeout = group_timeout(self._group) or dist.default_pg_timeout
-        return Patience(watch_of(self._group), timeout.total_seconds())
+        return HookFutures(watch_of(self._group), timeout.total_seconds())
 
     def check_process(self) -> None:
         """Raise GroupClosedError in a forked child: it has no peers."""
@@ -93,14 +94,17 @@ class Peers:
         """Raise ModelMismatchError on every rank if some rank has another plan."""
         verify_same_plan(self._transport.messages, plan, self._device)
 
-    def judge(
+    def decide(
         self,
         block: ControlBlock,
         failure: FailureReport | None,
         policy: ReducePolicy,
         drift: Drift,
-    ) -> Verdict:
-        """Decide about a step; ``drift`` knows what this rank did since the last one.
+        replicas: ReplicaCheck | None = None,
+    ) -> Decision:
+        """Decide about a step.
+
+        ``drift`` knows what this rank did since the last one, ``replicas`` what it holds.
 
         Raises:
             StepError: If the step failed on some rank; the same error on every rank.
@@ -109,7 +113,7 @@ class Peers:
             if failure is not None:
                 # It came to light after the block was sent: the peers may be fine.
                 raise self.error_for([failure], policy)
-            return Verdict.APPLY
+            return Decision.APPLY
         self._check_steps(block)
         self._check_weights(block)
         if block.any(Flag.FAILED):
@@ -119,10 +123,16 @@ class Peers:
             reports = [FailureReport.from_json(answer) for answer in answers if answer is not None]
             raise self.error_for(reports, policy)
         self._out_of_step.check(block, drift.last, self._exchange_tallies)
-        return Verdict.SKIP if block.any(Flag.NONFINITE) else Verdict.APPLY
+        if replicas is not None:
+            replicas.check(block, self._exchange_checksums)
+        return Decision.SKIP if block.any(Flag.NONFINITE) else Decision.APPLY
 
     def _exchange_tallies(self, mine: list[int]) -> list[Any]:
         what = "comparison of what ranks did"
+        return gather_json(self._transport.messages, what, mine, self._device)
+
+    def _exchange_checksums(self, mine: dict[str, str] | None) -> list[Any]:
+        what = "comparison of parameters"
         return gather_json(self._transport.messages, what, mine, self._device)
 
     def error_for(self, reports: Sequence[FailureReport], policy: ReducePolicy) -> StepError:

@@ -27,14 +27,17 @@ class WeightedMean:
     Gradients are multiplied with n_r / unit. The unit is the power of two next to the mean weight
     of the previous weighted step, the same on all ranks: it keeps float16 in range and, being a
     power of two, changes no bit of the result otherwise.
+
+    Attributes:
+        unit: See above.
     """
 
     def __init__(self) -> None:
-        self._unit = 1.0
+        self.unit = 1.0
 
     def factor(self, weight: float) -> float:
         """What this rank's gradients are multiplied with."""
-        return weight / self._unit
+        return weight / self.unit
 
     def finish(self, buckets: Sequence[Bucket], block: ControlBlock, *, multiplier: float) -> None:
         """Divide by the sum of weights. With no weight at all, gradients are zero.
@@ -46,11 +49,11 @@ class WeightedMean:
         """
         weights = [row.weight for _, row in block.present()]
         total = sum(weights)
-        before = self._unit
+        before = self.unit
         if total > 0.0:
-            self._unit = _power_of_two(total / len(weights))
+            self.unit = _power_of_two(total / len(weights))
         for bucket in buckets:
-            if self._unit > before and bucket.spec.dtype is torch.float16:
+            if self.unit > before and bucket.spec.dtype is torch.float16:
                 _warn_of_overflow(bucket, weights)
             bucket.scale(before * multiplier / total if total > 0.0 else 0.0)
 

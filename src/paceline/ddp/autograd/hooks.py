@@ -20,9 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from paceline.buckets import Slot
-from paceline.ddp.autograd.unused import find_tensors, is_in_graph
+from paceline.containers import tensors_in
+from paceline.ddp.autograd.unused import is_in_graph
 from paceline.native.extension import native
-from paceline.torch_private import never_compiled, tensor_exchange
+from paceline.torch_private.autograd import tensor_exchange
+from paceline.torch_private.compile import never_compiled
 
 WAITING_BYTES = 4 << 20
 """Large gradients wait until they have so many bytes together: this bounds the extra memory."""
@@ -242,7 +244,7 @@ def _accumulate_node(parameter: torch.Tensor) -> Any:
 
 def output_nodes(output: Any) -> set[Any]:
     """Return the nodes at which a backward enters the graph of a forward's output."""
-    return {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
+    return {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}
 
 
 @never_compiled

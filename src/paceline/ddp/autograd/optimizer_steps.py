@@ -1,8 +1,9 @@
-"""Tells wrappers when an optimizer has stepped their parameters.
+"""Tells wrappers when an optimizer has stepped their parameters, and a recorder when it begins.
 
 One hook for all optimizers of the process (``torch.optim``'s own interface for that), set with the
-first wrapper. It costs a look-up per ``optimizer.step()``; nothing is attached to optimizers. It
-stays: wrappers go when the collector takes them, which may be while torch walks through its hooks.
+first wrapper; a second one, before steps, with the first recorder. Each costs a look-up per
+``optimizer.step()``; nothing is attached to optimizers. They stay: wrappers go when the collector
+takes them, which may be while torch walks through its hooks.
 
 Why not ``parameter._version`` alone: fused optimizers do not raise it, a weight that is exchanged
 for its moving average and back does, and with a sharded optimizer it differs between ranks. A step
@@ -16,7 +17,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 class Observer(Protocol):
@@ -26,6 +30,13 @@ class Observer(Protocol):
 
     def on_optimizer_step(self) -> None:
         """An optimizer that holds some of these parameters has stepped."""
+
+
+class BeginObserver(Observer, Protocol):
+    """Who is told when a step begins, too."""
+
+    def on_optimizer_begin(self) -> None:
+        """An optimizer that holds some of these parameters begins to step."""
 
 
 class _Known(NamedTuple):
@@ -45,6 +56,7 @@ class _Registry:
         self._known: dict[int, _Known] = {}
         self._generation = 0
         self._is_hooked = False
+        self._is_begin_hooked = False
 
     def add(self, observer: Observer) -> None:
         key = id(observer)
@@ -53,6 +65,12 @@ class _Registry:
         if not self._is_hooked:
             self._is_hooked = True
             register_optimizer_step_post_hook(_on_step)
+
+    def add_for_begins(self, observer: BeginObserver) -> None:
+        self.add(observer)
+        if not self._is_begin_hooked:
+            self._is_begin_hooked = True
+            register_optimizer_step_pre_hook(_on_begin)
 
     def _remove(self, key: int) -> None:
         self._observers.pop(key, None)
@@ -101,6 +119,20 @@ def _on_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None
             observer.on_optimizer_step()
 
 
+def _on_begin(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or not _registry.is_watched:
+        return
+    for reference in _registry.told_by(optimizer).observers:
+        tell = getattr(reference(), "on_optimizer_begin", None)
+        if tell is not None:
+            tell()
+
+
 def observe_updates(observer: Observer) -> None:
     """Tell ``observer``, as long as it lives, when its parameters have been stepped."""
     _registry.add(observer)
+
+
+def observe_optimizers(observer: BeginObserver) -> None:
+    """Tell ``observer``, as long as it lives, when steps of its parameters begin and end."""
+    _registry.add_for_begins(observer)

@@ -9,14 +9,10 @@ has found one parameter.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Set
 from typing import Any
 
-import torch
-from torch.distributed import rpc
-
-from paceline.torch_private import will_run_node
+from paceline.torch_private.autograd import will_run_node
 
 
 class Reach(enum.Enum):
@@ -63,20 +59,3 @@ def is_in_graph(outputs: Iterable[Any], wanted: Set[Any]) -> bool:
         seen.add(node)
         stack.extend(next_node for next_node, _ in node.next_functions)
     return False
-
-
-def find_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an output; containers, dataclasses and owned RRefs are searched."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from find_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_tensors(getattr(value, field.name))
-    elif rpc.is_available() and isinstance(value, rpc.RRef) and value.is_owner():
-        yield from find_tensors(value.local_value())

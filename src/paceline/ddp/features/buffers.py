@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES
-from paceline.torch_private import BufferHookLocation, preserve_versions
+from paceline.torch_private.autograd import preserve_versions
+from paceline.torch_private.modules import BufferHookLocation
 from paceline.transport.messages import broadcast_tensors
 from paceline.types import BufferHook, Transport
 

@@ -16,7 +16,8 @@ import torch
 from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES
 from paceline.ddp.features.optimizer_in_backward import step_parameters, take_over_optimizers
 from paceline.ddp.reduce.sharing import fail_sharers
-from paceline.torch_private import never_compiled, queue_callback
+from paceline.torch_private.autograd import queue_callback
+from paceline.torch_private.compile import never_compiled
 from paceline.transport.messages import broadcast_tensors
 from paceline.types import Reduction, Transport
 

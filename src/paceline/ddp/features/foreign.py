@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.errors import ForeignWrapperError
-from paceline.torch_private import TorchDDP
+from paceline.torch_private.modules import TorchDDP
 
 
 class _Known:

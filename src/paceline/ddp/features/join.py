@@ -45,13 +45,20 @@ class DDPJoinHook(JoinHook):
     def main_hook(self) -> None:
         """Mirror one forward and backward."""
         ddp = self.ddp
-        if ddp._syncs_buffers(Moment.BEFORE_FORWARD):
-            ddp._buffer_sync.run(find_common_rank(ddp, False))
+        self._mirror_buffers(Moment.BEFORE_FORWARD)
         synced = agree_on_sync(ddp, False)
+        self._mirror_buffers(Moment.AFTER_FORWARD)
         ddp.require_forward_param_sync = bool(synced)
         with _beside([mirror.mirror_step for mirror in self._mirrors]):
             if synced and ddp.reducer is not None:
                 ddp.reducer.runner.mirror_step()
+
+    def _mirror_buffers(self, moment: Moment) -> None:
+        """Take part in the broadcast or the hook; the backward of others waits for its futures."""
+        ddp = self.ddp
+        if ddp._syncs_buffers(moment):
+            for future in ddp._buffer_sync.run(find_common_rank(ddp, False)):
+                future.wait()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Everybody is here: take the model of a rank that trained to the end."""
@@ -123,7 +130,7 @@ def check_alone(ddp: DistributedDataParallel, will_sync: bool) -> None:
     _in_join.add(ddp)
     for other in list(_in_join):
         reducer = other.reducer
-        if reducer is None or not reducer.is_armed or not other._join_config.enable:
+        if reducer is None or not reducer.expects_backward or not other._join_config.enable:
             continue
         if other is not ddp:
             reducer.runner.refuse(FailureKind.JOIN, "a second wrapper ran before the backward pass")
@@ -142,7 +149,7 @@ def enter_joined(ddp: DistributedDataParallel, reducer: Reducer) -> None:
     will_sync = ddp._will_sync()
     check_mirrored(ddp)
     check_alone(ddp, will_sync)
-    if reducer.is_armed:
+    if reducer.expects_backward:
         return
     work = announce(ddp)
     if work is not None and not ddp._divide_by_initial_world_size:
@@ -151,6 +158,11 @@ def enter_joined(ddp: DistributedDataParallel, reducer: Reducer) -> None:
     if ddp._syncs_buffers(Moment.BEFORE_FORWARD):
         ddp._sync_buffers()
     agree_on_sync(ddp, will_sync, wait=False)
+
+
+def is_unmirrored(ddp: DistributedDataParallel, reducer: Reducer) -> bool:
+    """Say whether a forward is a further one before the same backward, inside of a join context."""
+    return bool(ddp._join_config.enable) and reducer.expects_backward
 
 
 def announce(ddp: DistributedDataParallel) -> Any:

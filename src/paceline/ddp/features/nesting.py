@@ -14,7 +14,7 @@ import torch
 
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.errors import ConfigurationError
-from paceline.torch_private import TorchDDP
+from paceline.torch_private.modules import TorchDDP
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel

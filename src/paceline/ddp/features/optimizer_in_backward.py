@@ -11,7 +11,7 @@ from collections.abc import Iterable, Set
 import torch
 
 from paceline.buckets import Bucket
-from paceline.torch_private import optimizer_hook_handles
+from paceline.torch_private.autograd import optimizer_hook_handles
 
 
 def take_over_optimizers(parameters: Iterable[torch.Tensor]) -> bool:

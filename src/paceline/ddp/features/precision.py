@@ -21,7 +21,8 @@ from paceline.buckets import Slot
 from paceline.config import GradientViews
 from paceline.ddp.autograd.hooks import hook_outputs, output_nodes
 from paceline.errors import SharedParametersError
-from paceline.torch_private import MixedPrecisionConfig, cast_inputs, queue_callback
+from paceline.torch_private.autograd import queue_callback
+from paceline.torch_private.modules import MixedPrecisionConfig, cast_inputs
 
 
 def reduce_dtype(config: MixedPrecisionConfig | None, parameter: torch.Tensor) -> torch.dtype:

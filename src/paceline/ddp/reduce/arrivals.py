@@ -7,7 +7,10 @@ so it is taken as known only when all ranks know alike that the step was good.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from paceline.buckets import Slot
+from paceline.ddp.reduce.gradient_access import GradientAccess
 
 UNKNOWN_ARRIVALS = 1 << 30
 """Expected arrivals while a static graph is being learnt: more than ever come."""
@@ -84,3 +87,33 @@ class Arrivals:
     def forget(self) -> None:
         """Start over."""
         self.log, self.counts, self.is_order_known = [], None, False
+
+
+class UsageMap:
+    """Which parameters received a gradient since the last reduction: one flag for each.
+
+    Gradients that arrive under ``no_sync`` count: they are part of what the next reduction
+    averages. ``is_static`` says whether the flags have been the same in every step.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self.flags = bytearray(parameters)
+        self.is_static = True
+        self._previous: bytes | None = None
+
+    def note(self, access: GradientAccess, slots: Iterable[Slot]) -> None:
+        """Mark the slots that had a gradient: autograd may also arrive empty-handed."""
+        for slot in slots:
+            if access.has_gradient(slot):
+                self.flags[slot.index] = 1
+
+    def forget(self) -> None:
+        """Gradients that have arrived belong to no step any more."""
+        self.flags = bytearray(len(self.flags))
+
+    def close_step(self) -> None:
+        """Forget the flags, but not whether they differ from the step before."""
+        current = bytes(self.flags)
+        self.is_static &= self._previous in (None, current)
+        self._previous = current
+        self.flags = bytearray(len(self.flags))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-from paceline.ddp.autograd.unused import find_tensors
+from paceline.containers import contents, is_owned_rref, rebuild, tensors_in
 from paceline.ddp.reduce.sparse import empty_sparse
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +32,7 @@ def attach_unreached(
         nodes: Their AccumulateGrad nodes.
         sparse: Which of them have sparse gradients.
     """
-    roots = [tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None]
+    roots = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
     reached = _reached(roots)
     missing = [at for at, node in enumerate(nodes) if node not in reached]
     if not missing:
@@ -59,24 +59,14 @@ def _change_first(value: Any, change: Change) -> tuple[Any, bool]:
     if isinstance(value, torch.Tensor):
         fits = value.is_floating_point() or value.is_complex()
         return (change(value), True) if fits else (value, False)
-    if isinstance(value, dict):
-        items, changed = _change_first(list(value.values()), change)
-        return (dict(zip(value, items, strict=True)), True) if changed else (value, False)
-    if isinstance(value, (list, tuple)):
-        return _change_first_item(value, change)
-    if rpc.is_available() and isinstance(value, rpc.RRef) and value.is_owner():
+    if is_owned_rref(value):
         inside, changed = _change_first(value.local_value(), change)
         return (rpc.RRef(inside), True) if changed else (value, False)
-    return value, False
-
-
-def _change_first_item(value: Any, change: Change) -> tuple[Any, bool]:
-    for at, item in enumerate(value):
-        new, changed = _change_first(item, change)
+    parts = contents(value) or []
+    for at, part in enumerate(parts):
+        new, changed = _change_first(part, change)
         if changed:
-            items = [*value[:at], new, *value[at + 1 :]]
-            named = hasattr(value, "_fields")
-            return (type(value)(*items) if named else type(value)(items)), True
+            return rebuild(value, [*parts[:at], new, *parts[at + 1 :]]), True
     return value, False
 
 

@@ -29,6 +29,7 @@ class BucketSet:
         buckets: In plan order.
         slots: In the order of the parameters.
         hook_slots: The same, with None for those that no hook can copy; None if that is all.
+        is_lazy: Buckets get memory one by one, when gradients are to be copied in.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class BucketSet:
     ) -> None:
         self.plan = plan
         self._keeps_held_memory = policy.views is GradientViews.SAFE
+        self.is_lazy = policy.lazy_buckets
         tracked = len(parameters) if policy.tracks_unused else 0
-        self.layout = ControlLayout(world, len(plan.buckets), tracked)
+        self.layout = ControlLayout(
+            world, len(plan.buckets), tracked, has_digests=bool(policy.check_every)
+        )
         self.is_tiny = sum(spec.nbytes for spec in plan.buckets) <= TINY_BYTES
         small_bytes = UNLIMITED if policy.batched_copy or self.is_tiny else SMALL_BYTES
         last = len(plan.buckets) - 1
@@ -58,13 +62,26 @@ class BucketSet:
         by_index = {slot.index: slot for bucket in self.buckets for slot in bucket.slots}
         self.slots = [by_index[index] for index in range(len(parameters))]
         copied = [s if self.buckets[s.bucket_index].hooks_can_copy else None for s in self.slots]
-        self.hook_slots: list[Slot | None] | None = copied if any(copied) else None
+        can_copy = any(copied) and not self.is_lazy
+        self.hook_slots: list[Slot | None] | None = copied if can_copy else None
 
     def open(self, transport: Transport) -> None:
         """Make every bucket ready for a step."""
         for bucket in self.buckets:
-            self._attach_memory(bucket, transport)
+            if not self.is_lazy or bucket.flat is not None:  # of a step that failed
+                self._attach_memory(bucket, transport)
             bucket.open()
+
+    def give_memory(self, transport: Transport, bucket: Bucket) -> None:
+        """Give a bucket memory if it has none yet in this step."""
+        if bucket.flat is None:
+            self._attach_memory(bucket, transport)
+
+    def release(self) -> None:
+        """A step is over on all ranks: keep no memory but what gradients are views of."""
+        if self.is_lazy:
+            for bucket in self.buckets:
+                bucket.detach()
 
     def _attach_memory(self, bucket: Bucket, transport: Transport) -> None:
         """Give a bucket memory, or new memory if somebody still holds the old."""

@@ -6,8 +6,7 @@ Called by the wrapper and by launch.py. A hook may do anything, so all it does i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ import torch.distributed as dist
 
 from paceline.buckets import Bucket, GradBucket
 from paceline.errors import HookNotCallableError, HookSignatureError
-from paceline.torch_private import FutureBase, TorchGradBucket, collectives_started
+from paceline.torch_private.groups import collectives_started
+from paceline.torch_private.modules import FutureBase, TorchGradBucket
 from paceline.types import CommHook
 
 EXAMPLE = "def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]"
@@ -35,6 +35,17 @@ class RegisteredHook:
         source = bucket.sparse_gradient if bucket.sparse else bucket.gradients
         assert source is not None
         return self.hook(self.state, GradBucket(bucket, source, is_last=is_last))
+
+    def in_group(self, group: dist.ProcessGroup) -> RegisteredHook:
+        """The same hook among other ranks. Its state is told, if it has ``change_group``."""
+        state = self.state
+        if isinstance(state, dist.ProcessGroup):
+            state = group
+        elif hasattr(state, "change_group"):
+            state.change_group(group)
+        elif getattr(state, "process_group", None) is not None:
+            state.process_group = group
+        return replace(self, state=state, group=group)
 
     def collectives_started(self) -> int:
         """How many collectives this rank has started on the group."""
@@ -156,22 +167,14 @@ def _allreduce(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.
     return future
 
 
-def allreduce_mean(group: dist.ProcessGroup) -> Callable[[Any, GradBucket], Any]:
-    """Return the hook behind ``BuiltinCommHookType.ALLREDUCE``."""
-
-    def builtin_allreduce(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer().div_(group.size())
-        return _allreduce(group, buffer).then(lambda done: done.value()[0])
-
-    return builtin_allreduce
+def builtin_allreduce(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook behind ``BuiltinCommHookType.ALLREDUCE``; its state is the group."""
+    buffer = bucket.buffer().div_(group.size())
+    return _allreduce(group, buffer).then(lambda done: done.value()[0])
 
 
-def fp16_mean(group: dist.ProcessGroup) -> Callable[[Any, GradBucket], Any]:
-    """Return the hook behind ``BuiltinCommHookType.FP16_COMPRESS``."""
-
-    def builtin_fp16(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        half = buffer.to(torch.float16).div_(group.size())
-        return _allreduce(group, half).then(lambda done: buffer.copy_(done.value()[0]))
-
-    return builtin_fp16
+def builtin_fp16(group: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook behind ``BuiltinCommHookType.FP16_COMPRESS``; its state is the group."""
+    buffer = bucket.buffer()
+    half = buffer.to(torch.float16).div_(group.size())
+    return _allreduce(group, half).then(lambda done: buffer.copy_(done.value()[0]))

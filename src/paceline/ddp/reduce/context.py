@@ -14,8 +14,10 @@ import torch
 
 from paceline.config import ReducePolicy
 from paceline.ddp.agree.peers import Peers
+from paceline.ddp.agree.replicas import ReplicaCheck
+from paceline.ddp.reduce.arrivals import UsageMap
 from paceline.ddp.reduce.comm_hook import RegisteredHook
-from paceline.ddp.reduce.usage import UsageMap
+from paceline.ddp.reduce.shard_sums import ShardSums
 from paceline.errors import HookAlreadyRegisteredError
 from paceline.observe import StepClock
 from paceline.types import Transport
@@ -61,6 +63,8 @@ class ReduceContext:
     clock: StepClock
     registered: Registrations
     on_error: Callable[[BaseException], None]
+    replicas: ReplicaCheck | None = None
+    shards: ShardSums | None = None
 
     @property
     def has_hook(self) -> bool:

@@ -11,16 +11,16 @@ Nothing raises here: trouble is noted in the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from paceline.buckets import Bucket, Slot
 from paceline.config import NonFinite, ReducePolicy
 from paceline.ddp.agree.nonfinite import bucket_is_finite, nonfinite_slots
 from paceline.ddp.agree.reports import FailureKind
+from paceline.ddp.reduce.arrivals import UsageMap
 from paceline.ddp.reduce.gradient_access import copy_scaled
 from paceline.ddp.reduce.sparse import copy_in_sparse
 from paceline.ddp.reduce.step import Step
-from paceline.ddp.reduce.usage import UsageMap
 from paceline.observe import StepClock
 
 BATCH_SLOTS = 128
@@ -28,7 +28,16 @@ BATCH_SLOTS = 128
 
 
 class GradientCopier:
-    """Fills buckets; called with autograd switched off."""
+    """Fills buckets; called with autograd switched off.
+
+    Args:
+        buckets: In plan order.
+        policy: How gradients are treated.
+        usage: Told which parameters have gradients.
+        clock: Told when a bucket is full.
+        attach_memory: Gives a bucket memory before anything is copied into it; None if all of them
+            have memory when a step begins.
+    """
 
     def __init__(
         self,
@@ -36,11 +45,13 @@ class GradientCopier:
         policy: ReducePolicy,
         usage: UsageMap,
         clock: StepClock,
+        attach_memory: Callable[[Bucket], None] | None = None,
     ) -> None:
         self._buckets = buckets
         self._policy = policy
         self._usage = usage
         self._clock = clock
+        self._attach_memory = attach_memory
 
     def take(self, step: Step, slots: Sequence[Slot], left: Sequence[Slot]) -> bool:
         """Gradients have arrived. Return whether a bucket is full now.
@@ -82,6 +93,7 @@ class GradientCopier:
             self._copy(step, batch)
 
     def _copy(self, step: Step, slots: Sequence[Slot]) -> None:
+        self._give_memory({slot.bucket_index for slot in slots})
         try:
             if slots[0].spec.sparse:
                 bucket = self._buckets[slots[0].bucket_index]
@@ -95,9 +107,16 @@ class GradientCopier:
         except (RuntimeError, TypeError) as error:
             step.fail_to_copy(slots, error)
 
+    def _give_memory(self, indices: Iterable[int]) -> None:
+        if self._attach_memory is not None:
+            for index in indices:
+                self._attach_memory(self._buckets[index])
+
     def _complete(self, step: Step, bucket: Bucket) -> None:
         """All gradients of a bucket are there: see to those that never come, check."""
         self._clock.ready[bucket.index] = time.perf_counter_ns()
+        if bucket.absent:
+            self._give_memory([bucket.index])
         for slot in step.absent:
             if slot.bucket_index == bucket.index:
                 _copy_old(step, bucket, slot)

@@ -28,7 +28,7 @@ import torch
 from paceline.buckets import Slot
 from paceline.config import GradientViews
 from paceline.shm.collectives.streaming import scale_into
-from paceline.torch_private import context_gradients
+from paceline.torch_private.autograd import context_gradients
 
 
 class GradientAccess(Protocol):

@@ -6,7 +6,8 @@ a step once more.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.buckets import Bucket
@@ -29,6 +30,19 @@ class BucketConsumer(Protocol):
         """A bucket is final; slots that are ``left`` to another step are not meant."""
 
 
+@dataclass(frozen=True)
+class StepEnds:
+    """Who is told of a step's end.
+
+    Attributes:
+        consumer: Gets each bucket as soon as it is final.
+        after_step: Called last, whatever became of the step.
+    """
+
+    consumer: BucketConsumer | None = None
+    after_step: Callable[[], None] | None = None
+
+
 class Handover:
     """In order, each bucket once a step."""
 
@@ -42,7 +56,7 @@ class Handover:
 
     def take_reduced(self, step: Step, launcher: Launcher, policy: ReducePolicy) -> None:
         """Hand over what is reduced already, if that makes it final."""
-        if self._consumer is None or not self._consumer.is_active or _is_judged(step, policy):
+        if self._consumer is None or not self._consumer.is_active or _is_undecided(step, policy):
             return
         while self._handed_over < launcher.launched:
             bucket = launcher.buckets[self._handed_over]
@@ -63,7 +77,7 @@ class Handover:
                 self._consumer.take(bucket, step.left)
 
 
-def _is_judged(step: Step, policy: ReducePolicy) -> bool:
-    """Whether what a bucket holds is not final before the whole step has been judged."""
+def _is_undecided(step: Step, policy: ReducePolicy) -> bool:
+    """Whether what a bucket holds is not final before the whole step has been decided upon."""
     is_checked = policy.tracks_unused or policy.nonfinite is not NonFinite.IGNORE
     return is_checked or step.weight is not None or bool(step.shared)

@@ -18,6 +18,7 @@ from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.reduce.bucket_set import BucketSet
 from paceline.ddp.reduce.comm_hook import RegisteredHook, check_future, hook_result
 from paceline.ddp.reduce.context import ReduceContext
+from paceline.ddp.reduce.shard_sums import ShardSums
 from paceline.ddp.reduce.sparse import start_sparse
 from paceline.ddp.reduce.step import Step
 from paceline.errors import CollectiveError, PeerLostError
@@ -38,7 +39,8 @@ class Launcher:
         self._usage = context.usage
         self._clock = context.clock
         self._registered = context.registered
-        self._patience = context.peers.patience()
+        self._shards = context.shards
+        self._hook_futures = context.peers.hook_futures()
         self._lone_control: torch.Tensor | None = None
         self._control_reduction: Reduction | None = None
         self.launched = 0
@@ -51,7 +53,7 @@ class Launcher:
     def open(self) -> None:
         """Begin a step with no bucket launched."""
         self.launched = 0
-        self._patience.begin()
+        self._hook_futures.begin()
         self._forget_reductions()
 
     def _forget_reductions(self) -> None:
@@ -74,6 +76,8 @@ class Launcher:
         self._clock.began[bucket.index] = time.perf_counter_ns()
         is_last = bucket.index == len(self.buckets) - 1
         skipped = self.is_skipped(bucket)
+        if self._shards is not None:
+            self._join_shards(self._shards, step, bucket)
         if self._registered.hook is not None:
             if not skipped:
                 self._start_hook(self._registered.hook, step, bucket, is_last)
@@ -87,6 +91,12 @@ class Launcher:
         if is_last and not rides:
             self._start_lone_control(step)
 
+    def _join_shards(self, shards: ShardSums, step: Step, bucket: Bucket) -> None:
+        """Before the control block is written, which tells of all shards of this rank."""
+        if bucket.index == 0:
+            shards.tell(step, [slot for each in self.buckets for slot in each.slots])
+        shards.join(step, bucket)
+
     def is_skipped(self, bucket: Bucket) -> bool:
         """With ``skip_all_reduce_unused_params``: nothing in this bucket is used, on any rank."""
         return self._policy.skip_unused and bucket.is_unused
@@ -94,7 +104,9 @@ class Launcher:
     def _reduce(self, step: Step, bucket: Bucket) -> None:
         is_last = bucket is self.buckets[-1]
         try:
-            if bucket.sparse:
+            if self._shards is not None:
+                bucket.reduction = self._shards.start(self._transport, bucket, is_last=is_last)
+            elif bucket.sparse:
                 rows = self._registered.sparse_rows.get(bucket.slots[0].spec.name)
                 bucket.reduction = start_sparse(bucket, self._transport, rows)
             else:
@@ -135,7 +147,7 @@ class Launcher:
             flags |= (Flag.NONFINITE if skips else Flag.FAILED).value
         origin = self._clock.step_ended or self._clock.backward_began
         ready = tuple((stamp - origin) // 1000 for stamp in self._clock.ready)
-        row = ControlRow(flags, step.number, step.weight or 0.0, ready, step.drift)
+        row = ControlRow(flags, step.number, step.weight or 0.0, ready, step.drift, step.digest)
         used = self._usage.flags if self._policy.tracks_unused else b""
         self._layout.write(trailer, self._transport.rank, row, used)
 
@@ -177,7 +189,7 @@ class Launcher:
             block = self._read_control(step)
             operation = "a future of the buffer hook"
             for future in self._registered.futures:
-                self._patience.wait(future, operation)
+                self._hook_futures.wait(future, operation)
         except (RuntimeError, TimeoutError) as error:
             raise self._error(step, operation, error) from error
         return block
@@ -194,7 +206,7 @@ class Launcher:
         assert hook is not None
         try:
             what = f"the future of hook {hook.name} for bucket {bucket.index}"
-            self._patience.wait(future, what)
+            self._hook_futures.wait(future, what)
             bucket.accept(hook_result(future, bucket, hook.name))
         except PeerLostError:
             raise

@@ -8,6 +8,7 @@ launched in plan order (launch.py). One for each plan, made by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from paceline.buckets import Slot
 from paceline.config import MissingGradients
@@ -40,14 +41,18 @@ class StepProgress:
         self._queue = queue
         self._handover = handover
         self._copier = GradientCopier(
-            bucket_set.buckets, context.policy, context.usage, context.clock
+            bucket_set.buckets,
+            context.policy,
+            context.usage,
+            context.clock,
+            partial(bucket_set.give_memory, context.transport) if bucket_set.is_lazy else None,
         )
         self.buckets, self.slots = bucket_set.buckets, bucket_set.slots
         self.launcher = Launcher(context, bucket_set)
 
-    def open(self) -> None:
+    def open(self, *, is_joined: bool = False) -> None:
         """Make all buckets ready for a step."""
-        self._context.clock.start_backward(len(self.buckets))
+        self._context.clock.start_backward(len(self.buckets), is_joined=is_joined)
         self.launcher.open()
         self._handover.open()
         self._arrivals.open_step(static_graph=self._policy.static_graph)
@@ -137,6 +142,7 @@ class StepProgress:
     def launch_empty(self, step: Step) -> None:
         """Launch every bucket with nothing in it: this rank has joined."""
         for bucket in self.buckets:
+            self._set.give_memory(self._context.transport, bucket)
             if bucket.sparse:
                 copy_in_sparse(bucket, None, 0.0)
             else:
@@ -155,6 +161,10 @@ class StepProgress:
             self._queue.exclude(index)
             if slot.view is not None and slot.parameter.grad is slot.view:
                 slot.parameter.grad = slot.view.clone()
+
+    def release(self) -> None:
+        """A step is over on all ranks, and its results are shown."""
+        self._set.release()
 
     def close(self, step: Step | None) -> None:
         """Leave nothing behind that could hold memory or disturb the next step."""

@@ -1,11 +1,12 @@
 """The reducer: averages the gradients of the backward that follows a forward.
 
 The wrapper constructs one and tells it about forwards (:meth:`Reducer.prepare_forward`,
-:meth:`Reducer.arm`); the rest is autograd's calls (:mod:`paceline.ddp.reduce.step_runner`). It must
-not know which transport it has, nor anything about modules, buffers or devices.
+:meth:`Reducer.expect_backward_of`); the rest is autograd's calls
+(:mod:`paceline.ddp.reduce.step_runner`). It must not know which transport it has, nor anything
+about modules, buffers or devices.
 
 [Note: the life of a step]
-    arm      a forward that will be synchronised has run; its outputs have hooks (autograd/hooks.py)
+    expect   a forward that will be synchronised has run; its outputs have hooks (autograd/hooks.py)
     begin    its backward reaches an output, or a parameter: buckets get memory, and the end of the
              backward has a callback (step_runner.py)
     fill     gradients arrive and are copied into their slots, scaled: by their hooks, or by the
@@ -13,7 +14,7 @@ not know which transport it has, nor anything about modules, buffers or devices.
              all ranks launch in plan order (progress.py, launch.py)
     finish   the backward is over: what is left is launched, everything is waited for, and the
              control block is read ([Note: the control block] in agree/control.py)
-    judge    all ranks know the same about the step now: all of them raise, or none (agree/peers.py;
+    decide   all ranks know the same about the step now: all of them raise, or none (agree/peers.py;
              finish.py)
     publish  gradients that are not views of the buckets are given their values (publish.py)
 
@@ -27,8 +28,8 @@ its own set anyway; and much may be lost, because what comes before the module i
 and the engine sends for it only when the hooks have returned.
 
 Nothing blocks between `begin` and `finish`, and nothing raises there either: a rank that stopped
-in the middle would leave its peers waiting. Trouble is noted in the step (step.py) and judged at
-the end, by everybody.
+in the middle would leave its peers waiting. Trouble is noted in the step (step.py) and decided
+upon at the end, by everybody.
 """
 
 from __future__ import annotations
@@ -43,19 +44,27 @@ import torch
 from paceline.buckets import Bucket, BucketCaps, BucketPlan, ParameterSpec
 from paceline.config import ReducePolicy
 from paceline.ddp.agree.drift import Drift
+from paceline.ddp.agree.no_sync_guard import Switched
 from paceline.ddp.agree.peers import Peers
+from paceline.ddp.agree.replicas import ReplicaCheck
 from paceline.ddp.autograd.hooks import hook_outputs, output_nodes
+from paceline.ddp.reduce.arrivals import UsageMap
 from paceline.ddp.reduce.attach_unused import attach_unreached
 from paceline.ddp.reduce.context import ReduceContext, Registrations
 from paceline.ddp.reduce.gradient_access import GradientAccess, LocalAccess
+from paceline.ddp.reduce.handover import StepEnds
 from paceline.ddp.reduce.planner import BucketPlanner
+from paceline.ddp.reduce.shard_sums import ShardSums
 from paceline.ddp.reduce.snapshot import take_snapshot
-from paceline.ddp.reduce.step_runner import StepEnds, StepRunner
+from paceline.ddp.reduce.step_runner import StepRunner
 from paceline.ddp.reduce.step_state import Phase
 from paceline.ddp.reduce.torch_names import ReducerNames
-from paceline.ddp.reduce.usage import UsageMap
 from paceline.observe import DDPStats, StepClock
-from paceline.torch_private import current_context_id, is_inside_backward, is_inside_transform
+from paceline.torch_private.autograd import (
+    current_context_id,
+    is_inside_backward,
+    is_inside_transform,
+)
 from paceline.types import Transport
 
 _requires_grad = attrgetter("requires_grad")
@@ -74,6 +83,8 @@ class Reducer(ReducerNames):
         access: How gradients are reached; in ``parameter.grad`` unless something else is said.
         ends: Who is told of a step's end.
         on_error: Told of errors before they are raised.
+        replicas: Compares what ranks hold, if that is asked for.
+        shards: Where the gradients of a rank's shards are added up, if it runs shards.
     """
 
     def __init__(
@@ -88,6 +99,8 @@ class Reducer(ReducerNames):
         access: GradientAccess | None = None,
         ends: StepEnds | None = None,
         on_error: Callable[[BaseException], None] = lambda _: None,
+        replicas: ReplicaCheck | None = None,
+        shards: ShardSums | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.registered = Registrations()
@@ -97,7 +110,15 @@ class Reducer(ReducerNames):
             parameters,
             BucketPlanner(specs, caps, policy),
             ReduceContext(
-                policy, transport, peers, self.usage, self.clock, self.registered, on_error
+                policy,
+                transport,
+                peers,
+                self.usage,
+                self.clock,
+                self.registered,
+                on_error,
+                replicas,
+                shards,
             ),
             access or LocalAccess(policy.views),
             ends or StepEnds(),
@@ -140,7 +161,9 @@ class Reducer(ReducerNames):
 
         Raises:
             StepError: With ``missing_gradients="wait"``, if gradients of the last step are missing.
+            FinalizationError: If the program has to end the last step, and has not.
         """
+        self.runner.check_finalized()
         self.drift.forwards += 1
         self.hooks.check_suspects()
         if self.runner.phase in (Phase.REDUCING, Phase.WAITING) and not is_inside_backward():
@@ -150,9 +173,9 @@ class Reducer(ReducerNames):
         """Synchronise the next backward."""
         self.runner.context_id = current_context_id()
         if self.runner.phase is Phase.IDLE:
-            self.runner.phase = Phase.ARMED
+            self.runner.phase = Phase.EXPECTING
 
-    def arm(self, output: Any) -> Any:
+    def expect_backward_of(self, output: Any) -> Any:
         """Expect a backward through the output that is returned."""
         runner = self.runner
         runner.context_id = current_context_id()
@@ -168,26 +191,34 @@ class Reducer(ReducerNames):
                 return output
             reached = self.hooks.attach_below(roots)
         if runner.phase is Phase.IDLE:
-            runner.phase = Phase.ARMED
+            runner.phase = Phase.EXPECTING
         hook_outputs(roots, runner, leads_to_parameters=reached)
         return output
 
-    def arm_if_reached(self, output: Any) -> Any:
+    def expect_if_reached(self, output: Any) -> Any:
         """Expect a backward if parameters hang on the output: a forward ran with lent tensors."""
-        return self.arm(output) if self.hooks.are_below(output_nodes(output)) else output
+        reached = self.hooks.are_below(output_nodes(output))
+        return self.expect_backward_of(output) if reached else output
 
-    def disarm(self) -> None:
+    def expect_local_gradients(self, wrapper: Switched) -> None:
         """A forward has run that is not synchronised: gradients that come next are local."""
         self.drift.on_local_forward()
-        if self.is_armed:
+        self.drift.no_sync.note_forward(wrapper, self.rank, self.runner.context.transport.world)
+        if self.expects_backward:
             self.runner.phase = Phase.IDLE
 
     @property
-    def is_armed(self) -> bool:
+    def expects_backward(self) -> bool:
         """Whether a forward has run whose backward is to come."""
-        return self.runner.phase is Phase.ARMED
+        return self.runner.phase is Phase.EXPECTING
 
     # --- the next step -------------------------------------------------------------------------
+
+    def look_at_replica(self, *, with_buffers: bool) -> None:
+        """Before a forward that synchronises: see what this rank holds, if ranks compare it."""
+        replicas, step = self.runner.context.replicas, self.runner.next_step
+        if replicas is not None and replicas.is_due(step):
+            replicas.look(step, with_buffers=with_buffers)
 
     @contextlib.contextmanager
     def weighted(self, weight: float | None) -> Iterator[None]:

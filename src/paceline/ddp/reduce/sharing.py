@@ -52,6 +52,10 @@ class Sharer(Protocol):
     def step_in_flight(self) -> Step | None:
         """The step whose backward is running, if any."""
 
+    @property
+    def held_step(self) -> Step | None:
+        """The step that ``finalize_backward()`` will end, if any."""
+
 
 @dataclass(frozen=True)
 class _Other:
@@ -118,6 +122,14 @@ class Sharing:
             if sharer is not None and step is not None and sharer.sharing.is_backward_running:
                 yield other, sharer, step
 
+    def _unfinished(self) -> Iterator[tuple[_Other, Sharer, Step]]:
+        """Those that run, and those that are over but held (manual_finish.py)."""
+        yield from self._running()
+        for other in self._others:
+            sharer = other.sharer()
+            if sharer is not None and sharer.held_step is not None:
+                yield other, sharer, sharer.held_step
+
     def is_others_business(self, index: int) -> bool:
         """Whether a gradient arrives in a backward of somebody else's."""
         return any(index in other.ours for other, _, _ in self._running())
@@ -143,13 +155,13 @@ class Sharing:
 
     def leave_to_others(self, step: Step) -> None:
         """A step of ours ends: what others in flight have in common with it, they will show."""
-        for other, _, theirs in self._running():
+        for other, _, theirs in self._unfinished():
             pairs = zip(other.ours, other.theirs, strict=True)
             step.left.update(mine for mine, index in pairs if index in theirs.shared)
 
     def skip(self) -> None:
         """A step of ours is left out: what the others will show of it is zero as well."""
-        for other, _, theirs in self._running():
+        for other, _, theirs in self._unfinished():
             theirs.zeroed.update(other.theirs)
 
 

@@ -24,7 +24,7 @@ class Step:
         factor: What gradients are multiplied with on their way into the buckets
             ([Note: scaling] in gradient_access.py).
         hooks_copy: Hooks copy gradients in as they come ([Note: warm gradients] in hooks.py).
-        joined: This rank has left the loop and only keeps its peers company.
+        joined: This rank has left the loop and only takes part in what its peers still do.
         absent: Slots to which this backward brings no gradient.
         unpublished: Slots whose results must still be shown outside.
         stash: Old gradients of absent parameters, in case no rank used them.
@@ -34,6 +34,8 @@ class Step:
         zeroed: Those of them that are zero, because another step was left out.
         drift: What this rank did since its last synchronised backward, as ranks compare it
             (:mod:`paceline.ddp.agree.drift`).
+        digest: Of the parameters, in a step that compares them
+            (:mod:`paceline.ddp.agree.replicas`).
         is_cut_off: A hook failed before it started a collective, so this rank can no longer know
             which collective its peers are in: it must not start any.
     """
@@ -53,6 +55,7 @@ class Step:
     zeroed: set[int] = field(default_factory=set)
     failure: FailureReport | None = None
     drift: int = 0
+    digest: int = 0
     is_cut_off: bool = False
 
     def fail(self, kind: FailureKind, slots: Sequence[Slot], detail: str = "") -> None:

@@ -8,11 +8,9 @@ gradients in between: :mod:`paceline.ddp.reduce.progress`.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from paceline.ddp.agree.diagnosis import autograd_grad_error
 from paceline.ddp.agree.drift import Drift
 from paceline.ddp.agree.peers import Peers
 from paceline.ddp.agree.reports import FailureKind, FailureReport
+from paceline.ddp.agree.weights import WeightedMean
 from paceline.ddp.autograd.hooks import GradientHooks, make_ready_queue
 from paceline.ddp.autograd.unused import Reach, first_reached, reach_of
 from paceline.ddp.reduce.arrivals import Arrivals
@@ -31,35 +30,23 @@ from paceline.ddp.reduce.bucket_set import BucketSet
 from paceline.ddp.reduce.context import ReduceContext
 from paceline.ddp.reduce.finish import StepFinisher
 from paceline.ddp.reduce.gradient_access import ContextAccess, GradientAccess
-from paceline.ddp.reduce.handover import BucketConsumer, Handover
+from paceline.ddp.reduce.handover import Handover, StepEnds
+from paceline.ddp.reduce.manual_finish import ManualFinish
 from paceline.ddp.reduce.planner import BucketPlanner
 from paceline.ddp.reduce.progress import StepProgress
 from paceline.ddp.reduce.sharing import Sharing
 from paceline.ddp.reduce.snapshot import Counters
 from paceline.ddp.reduce.step import Step, report_failure
-from paceline.ddp.reduce.step_state import Phase
+from paceline.ddp.reduce.step_state import Phase, without_graph
 from paceline.errors import StepError
 from paceline.forks import tell_children
-from paceline.torch_private import enclosing_backward_node, never_compiled, queue_callback
+from paceline.observe.step_clock import StepOutcome
+from paceline.torch_private.autograd import enclosing_backward_node, queue_callback
+from paceline.torch_private.compile import never_compiled
 from paceline.types import Transport
 
-_NOTHING = contextlib.nullcontext()
 
-
-@dataclass(frozen=True)
-class StepEnds:
-    """Who is told of a step's end.
-
-    Attributes:
-        consumer: Gets each bucket as soon as it is final.
-        after_step: Called last, whatever became of the step.
-    """
-
-    consumer: BucketConsumer | None = None
-    after_step: Callable[[], None] | None = None
-
-
-class StepRunner:
+class StepRunner(ManualFinish):
     """The steps of one reducer.
 
     Attributes:
@@ -117,12 +104,23 @@ class StepRunner:
         """The step whose backward is running, if any."""
         return self._step if self.phase is Phase.REDUCING else None
 
+    @property
+    def weighted_mean(self) -> WeightedMean:
+        """What remembers the scale of weights from step to step."""
+        return self._finisher.weighted_mean
+
+    @property
+    def next_step(self) -> int:
+        """The number that the step has which is under way, or comes next."""
+        return self.counters.steps - self._first_step
+
     # --- plans and groups ----------------------------------------------------------------------
 
     def _build(self, plan: BucketPlan) -> None:
         """Make buckets for a plan."""
         context = self.context
         bucket_set = BucketSet(plan, self.parameters, context.policy, context.transport.world)
+        context.clock.plan = plan
         self.progress = StepProgress(
             context, bucket_set, self._arrivals, self.queue, self._handover
         )
@@ -135,6 +133,10 @@ class StepRunner:
     def change_group(self, transport: Transport, peers: Peers) -> None:
         """Go on with another group: buckets start over from the plan of construction."""
         self._change(replace(self.context, transport=transport, peers=peers))
+        # A backward may have raised in the middle: what it has brought belongs to no step.
+        self.queue.stop_copying()
+        self.queue.clear()
+        self.queue.due = 1
         self.phase, self._step = Phase.IDLE, None
         self.drift.forget()
         self._first_step = self.counters.steps
@@ -143,7 +145,8 @@ class StepRunner:
 
     def _change(self, context: ReduceContext) -> None:
         self.context = context
-        self._finisher = StepFinisher(context)
+        # The scale of weights stays: float16 gradients could overflow without it.
+        self._finisher = StepFinisher(context, self._finisher.weighted_mean)
 
     def _agree_on_plan(self) -> None:
         """Cut buckets in the order of arrival, once it is known; see that all ranks agree.
@@ -162,9 +165,10 @@ class StepRunner:
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward has reached an output: the step begins, if it wants gradients of ours."""
         self.context.peers.check_process()
-        with self._lock, _without_graph():
+        with self._lock, without_graph():
             if self.phase is Phase.REDUCING:
                 return
+            self.check_finalized()
             reach = first_reached(self.hooks.nodes) if leads_to_parameters else Reach.RUNS
             if reach is Reach.UNREACHED:
                 # torch.autograd.grad for inputs, as in a gradient penalty; or distributed autograd,
@@ -179,7 +183,7 @@ class StepRunner:
     def on_gradients(self) -> None:
         """Gradients are ready ([Note: batches] in autograd/hooks.py)."""
         queue = self.queue
-        with self._lock, _without_graph():
+        with self._lock, without_graph():
             while len(queue) >= queue.due:
                 step = self._step
                 if step is None or self.phase is not Phase.REDUCING:
@@ -192,10 +196,14 @@ class StepRunner:
 
     def _begin_at_gradient(self) -> bool:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
+        self.check_finalized()
         if self.phase is Phase.IDLE or self._is_others_gradient():
             if self.phase is Phase.IDLE:
                 self.drift.on_local_gradient()
-            for index in self.queue.take()[0]:
+            taken = self.queue.take()[0]
+            if self.context.shards is not None:
+                self.context.shards.arrived += len(taken)
+            for index in taken:
                 if self.context.policy.tracks_unused and self.parameters[index].grad is not None:
                     self.context.usage.flags[index] = 1
             return False
@@ -207,7 +215,7 @@ class StepRunner:
 
     def _is_others_gradient(self) -> bool:
         """Say whether a backward that did not reach our outputs is that of another wrapper."""
-        if self.phase is not Phase.ARMED or not self.sharing:
+        if self.phase is not Phase.EXPECTING or not self.sharing:
             return False
         index = self.queue.first()
         is_local = reach_of(self.hooks.nodes[index]) is Reach.RUNS
@@ -236,30 +244,25 @@ class StepRunner:
             if self._arrivals.counts is not None:
                 self.progress.take_absent(step, self.progress.unused_in_static_graph())
             elif self.context.policy.searches_unused and not in_context and outer is None:
-                self.progress.take_absent(step, self._search_unused())
+                self.progress.take_absent(step, _unreached(self.hooks, self.progress.slots))
         self.progress.set_due(step)
 
     def _open(self, access: GradientAccess, *, joined: bool = False) -> Step:
         self._agree_on_plan()
-        self.progress.open()
+        self.progress.open(is_joined=joined)
         factor = self._finisher.factor(self.weight, self.divisor)
-        number = self.counters.steps - self._first_step
+        number = self.next_step
         rank = self.context.transport.rank
         step = Step(number, rank, access, self.weight, factor, joined=joined)
         if not joined:
             step.drift = self.drift.take()
+            if self.context.replicas is not None:
+                step.digest = self.context.replicas.digest(number)
         self.progress.start_copying(step)
         self.phase, self._step = Phase.REDUCING, step
         if self.sharing and not joined:
             self.sharing.meet(step)
         return step
-
-    def _search_unused(self) -> list[Slot]:
-        """Ask the engine which parameters this backward will not reach."""
-        with torch.profiler.record_function("search_unused_parameters"):
-            nodes = self.hooks.nodes
-            slots = self.progress.slots
-            return [s for s in slots if reach_of(nodes[s.index]) is Reach.UNREACHED]
 
     # --- end -----------------------------------------------------------------------------------
 
@@ -267,11 +270,11 @@ class StepRunner:
     def _finish(self) -> None:
         """The backward is over. Runs as the engine's final callback."""
         self.context.peers.check_process()
-        with self._lock, _without_graph():
+        with self._lock, without_graph():
             step, policy, progress = self._step, self.context.policy, self.progress
             if step is None or self.phase is not Phase.REDUCING:
                 return
-            self.context.clock.backward_ended = time.perf_counter_ns()
+            self.context.clock.end_backward()
             self.queue.stop_copying()
             progress.take(step, *self.queue.take())
             if policy.static_graph and self._arrivals.counts is None:
@@ -283,10 +286,13 @@ class StepRunner:
                     self.queue.due = 1
                     return
                 step.fail_missing(missing, may_be_converted=not self._access.exchanges_data)
-            self._complete(step, missing)
+            if self.is_manual:
+                self._hold(step, missing)
+            else:
+                self._complete(step, missing)
 
     def _complete(self, step: Step, missing: Sequence[Slot]) -> None:
-        """Launch what is left, wait, judge, publish. Whatever happens, the next step can begin."""
+        """Launch what is left, wait, decide, publish. Whatever happens, the next step can begin."""
         try:
             if step.is_cut_off and step.failure is not None:
                 raise self.context.peers.error_for([step.failure], self.context.policy)
@@ -306,17 +312,21 @@ class StepRunner:
             self.sharing.leave_to_others(step)
         is_skipped = self._finisher.finish(step, block, buckets, self.drift)
         self.counters.skipped_steps += is_skipped
+        outcome = StepOutcome.SKIPPED if is_skipped else StepOutcome.REDUCED
+        self.context.clock.outcome = outcome
         if is_skipped and step.left:
             self.sharing.skip()
         self._handover.take_rest(step, launcher)
         self._arrivals.learn(static_graph=self.context.policy.static_graph)
         self.counters.count_reduced([b for b in buckets if not launcher.is_skipped(b)])
+        self.progress.release()
 
     def _close(self) -> None:
         self.progress.close(self._step)
         self.phase, self._step = Phase.IDLE, None
         self.counters.steps += 1
-        self.context.clock.step_ended = time.perf_counter_ns()
+        block = self.block
+        self.context.clock.end_step(self.counters.steps, block.last_rank if block else None)
         self.drift.on_sync_end()
         self.divisor = None
         if self.context.policy.tracks_unused:
@@ -328,13 +338,15 @@ class StepRunner:
 
     def mirror_step(self) -> None:
         """Take part in a step of the peers with nothing to contribute: this rank has joined."""
-        with self._lock, _without_graph():
+        with self._lock, without_graph():
             step = self._open(self._access, joined=True)
             try:
                 self.progress.launch_empty(step)
                 self.block = self.progress.launcher.wait_all(step)
                 self._finisher.finish_joined(self.block, self.drift)
+                self.context.clock.outcome = StepOutcome.JOINED
                 self._arrivals.learn()
+                self.progress.release()
             finally:
                 self._close()
 
@@ -344,7 +356,7 @@ class StepRunner:
         Raises:
             StepError: On every rank.
         """
-        with self._lock, _without_graph():
+        with self._lock, without_graph():
             step = self._open(self._access)
             step.fail(kind, [], detail)
             self._complete(step, self.progress.slots)
@@ -360,7 +372,7 @@ class StepRunner:
             return
         waits = self.context.policy.missing is MissingGradients.WAIT
         is_told = self.phase is Phase.REDUCING and not (waits and step.failure is not None)
-        with self._lock, _without_graph():
+        with self._lock, without_graph():
             if is_told:
                 step.fail(FailureKind.BACKWARD_RAISED, [], "its backward pass raised an exception")
             else:
@@ -373,6 +385,7 @@ class StepRunner:
 
     def check_finished(self) -> None:
         """Raise if a backward has begun and its reductions are not complete."""
+        self.check_finalized()
         if self._step is not None:
             raise self.context.peers.error_for([self._missing_report()], self.context.policy)
 
@@ -381,6 +394,7 @@ class StepRunner:
         return report_failure(FailureKind.MISSING, self.context.transport.rank, missing)
 
 
-def _without_graph() -> contextlib.AbstractContextManager[None]:
-    """Nothing here is to be differentiated; in most backward passes that is so already."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+def _unreached(hooks: GradientHooks, slots: Sequence[Slot]) -> list[Slot]:
+    """Ask the engine which parameters this backward will not reach."""
+    with torch.profiler.record_function("search_unused_parameters"):
+        return [slot for slot in slots if reach_of(hooks.nodes[slot.index]) is Reach.UNREACHED]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+
+import torch
 
 
 class Phase(enum.Enum):
-    """Where the reducer stands. Forwards (reducer.py) arm it, step_runner.py does the rest."""
+    """Where the reducer stands. Forwards (reducer.py) announce a step, step_runner.py runs it."""
 
     IDLE = enum.auto()
     """Nothing is expected. Entered at construction and when a step ends; gradients that arrive are
     local (``no_sync``). Left by a forward that will be synchronised, or by a backward through the
     output of one."""
 
-    ARMED = enum.auto()
+    EXPECTING = enum.auto()
     """A forward has run that will be synchronised. Left when its backward reaches an output or a
     parameter, for REDUCING."""
 
@@ -24,3 +27,16 @@ class Phase(enum.Enum):
     WAITING = enum.auto()
     """Only with ``missing_gradients="wait"``: a backward ended and gradients are missing. A further
     backward goes on with REDUCING; a further forward is an error."""
+
+    HELD = enum.auto()
+    """Only with ``require_manual_backward_finalization``: a backward ended, and all of its buckets
+    are on their way. Left by ``finalize_backward()``, for IDLE. Until then a further backward, or
+    a forward that will be synchronised, is an error."""
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def without_graph() -> contextlib.AbstractContextManager[None]:
+    """Nothing of a step is to be differentiated; in most backward passes that is so already."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

@@ -39,8 +39,8 @@ enum pl_kind {
     PL_ALL_TO_ALL,
     PL_GATHER,
     PL_SCATTER,
-    PL_REDUCE_LANES,  /* in place: rank i < lanes gets the sum of slice i, in its own copy */
-    PL_SHARE_LANES,   /* in place: every rank copies the slices of the lanes */
+    PL_REDUCE_TO_LEADERS, /* in place: rank i < leaders gets the sum of slice i, in its own copy */
+    PL_COPY_FROM_LEADERS, /* in place: every rank copies the slices of the leaders */
     PL_KINDS,
 };
 
@@ -79,11 +79,11 @@ void pl_reduce(void *const *targets, size_t target_count, const void *const *sou
  *   all_to_all      world                      world                       - (see splits)
  *   gather          1                          world, on the root          one input
  *   scatter         world, on the root         1                           the output
- *   *_lanes         -                          1, in the arena             the tensor
+ *   *_leaders       -                          1, in the arena             the tensor
  */
 typedef struct {
     uint64_t seq, count, offset;
-    uint32_t kind, dtype, op, root; /* root: of reduce_lanes and share_lanes, how many lanes */
+    uint32_t kind, dtype, op, root; /* root: of *_leaders, how many there are */
 } pl_request;
 
 typedef struct pl_operation {

@@ -223,9 +223,9 @@ static int run_checked(pl_core *core, pl_operation *operation, uint32_t in_arena
                              deadline_ns);
     case PL_ALL_TO_ALL:
         return pl_run_all_to_all(core, operation, deadline_ns);
-    case PL_REDUCE_LANES:
-    case PL_SHARE_LANES:
-        return pl_run_lanes(core, operation, deadline_ns);
+    case PL_REDUCE_TO_LEADERS:
+    case PL_COPY_FROM_LEADERS:
+        return pl_run_with_leaders(core, operation, deadline_ns);
     default:
         return pl_run_rounds(core, operation, 1, put_nothing, take_nothing, deadline_ns);
     }

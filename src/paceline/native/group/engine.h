@@ -2,7 +2,7 @@
  *
  *   engine.c      one operation from its ticket to its end; the collectives that only move pieces
  *   tickets.c     what each rank brought, written and compared
- *   reduce.c      reductions of large tensors: through slots, in place, by lanes
+ *   reduce.c      reductions of large tensors: through slots, in place, by leaders
  *   all_to_all.c  pieces of different sizes */
 #ifndef PACELINE_ENGINE_H
 #define PACELINE_ENGINE_H
@@ -65,7 +65,7 @@ int pl_check_tickets(pl_core *core, pl_operation *operation, uint32_t *in_arena)
 put_function pl_put_slices;
 int pl_reduce_large(pl_core *core, pl_operation *operation, uint32_t in_arena,
                     uint64_t deadline_ns);
-int pl_run_lanes(pl_core *core, pl_operation *operation, uint64_t deadline_ns);
+int pl_run_with_leaders(pl_core *core, pl_operation *operation, uint64_t deadline_ns);
 
 /* all_to_all.c: likewise. */
 put_function pl_put_splits;

@@ -106,10 +106,10 @@ enum { ARGUMENTS = 10 };
 /* What would make the core read beyond its tables. */
 static bool is_possible(const pl_core *core, const uint64_t *words) {
     uint64_t kind = words[0], dtype = words[1], op = words[2], root = words[3];
-    bool has_lanes = kind == PL_REDUCE_LANES || kind == PL_SHARE_LANES;
+    bool has_leaders = kind == PL_REDUCE_TO_LEADERS || kind == PL_COPY_FROM_LEADERS;
     bool reduces = kind == PL_ALL_REDUCE || kind == PL_REDUCE || kind == PL_REDUCE_SCATTER ||
-                   kind == PL_REDUCE_LANES;
-    if (kind < PL_KINDS && dtype < PL_DTYPES && root < core->world + has_lanes &&
+                   kind == PL_REDUCE_TO_LEADERS;
+    if (kind < PL_KINDS && dtype < PL_DTYPES && root < core->world + has_leaders &&
         (!reduces || pl_can_reduce((uint32_t)dtype, (uint32_t)op)))
         return true;
     PyErr_SetString(PyExc_ValueError, "no such collective, dtype, reduce operation or root");

@@ -7,7 +7,7 @@ static PyStructSequence_Field request_fields[] = {
     {"kind", "KIND_*"},
     {"dtype", "DTYPE_*"},
     {"op", "OP_*"},
-    {"root", "a rank; of lanes, how many there are"},
+    {"root", "a rank; of *_leaders, how many there are"},
     {"count", "elements"},
     {"seq", "which collective of the group, from 1"},
     {NULL, NULL},

@@ -125,7 +125,7 @@ static int reduce_in_place(pl_core *core, pl_operation *operation, uint8_t **cop
     return status == PL_OK ? leave(core, deadline_ns) : status;
 }
 
-static int reduce_lanes(pl_core *core, pl_operation *operation, uint8_t **copies,
+static int reduce_to_leaders(pl_core *core, pl_operation *operation, uint8_t **copies,
                         uint64_t deadline_ns) {
     const pl_request *request = &operation->request;
     size_t itemsize = pl_itemsize(request->dtype);
@@ -135,14 +135,14 @@ static int reduce_lanes(pl_core *core, pl_operation *operation, uint8_t **copies
     return status == PL_OK ? leave(core, deadline_ns) : status;
 }
 
-static int share_lanes(pl_core *core, pl_operation *operation, uint8_t **copies,
+static int copy_from_leaders(pl_core *core, pl_operation *operation, uint8_t **copies,
                        uint64_t deadline_ns) {
     const pl_request *request = &operation->request;
     size_t itemsize = pl_itemsize(request->dtype);
-    for (uint32_t lane = 0; lane < request->root; lane++) {
-        uint64_t begin = pl_cut(request->count, request->root, lane, itemsize) * itemsize;
-        uint64_t end = pl_cut(request->count, request->root, lane + 1, itemsize) * itemsize;
-        copy(copies[core->rank] + begin, copies[lane] + begin, end - begin);
+    for (uint32_t leader = 0; leader < request->root; leader++) {
+        uint64_t begin = pl_cut(request->count, request->root, leader, itemsize) * itemsize;
+        uint64_t end = pl_cut(request->count, request->root, leader + 1, itemsize) * itemsize;
+        copy(copies[core->rank] + begin, copies[leader] + begin, end - begin);
         pl_at(core, PL_POINT_TAKING);
     }
     return leave(core, deadline_ns);
@@ -164,11 +164,11 @@ int pl_reduce_large(pl_core *core, pl_operation *operation, uint32_t in_arena,
     return reduce_staged(core, operation, deadline_ns);
 }
 
-int pl_run_lanes(pl_core *core, pl_operation *operation, uint64_t deadline_ns) {
+int pl_run_with_leaders(pl_core *core, pl_operation *operation, uint64_t deadline_ns) {
     uint8_t *copies[core->world];
     if (!find_copies(core, operation, copies))
         return PL_MISMATCH;
-    if (operation->request.kind == PL_REDUCE_LANES)
-        return reduce_lanes(core, operation, copies, deadline_ns);
-    return share_lanes(core, operation, copies, deadline_ns);
+    if (operation->request.kind == PL_REDUCE_TO_LEADERS)
+        return reduce_to_leaders(core, operation, copies, deadline_ns);
+    return copy_from_leaders(core, operation, copies, deadline_ns);
 }

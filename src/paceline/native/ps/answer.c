@@ -278,9 +278,7 @@ static PyObject *responder_answer(ResponderObject *self, PyObject *arguments) {
     for (unsigned i = 0; i < 3; i++) {
         request.frames[i] = (pl_frame){views[i].buf, (uint64_t)views[i].len};
     }
-    bool is_one =
-        PyByteArray_Check(account) && PyByteArray_Size(account) == sizeof *request.account;
-    request.account = is_one ? (void *)PyByteArray_AsString(account) : NULL;
+    request.account = pl_account_in(account);
     PyObject *found = answer_frames(self, &request);
     for (unsigned i = 0; i < 3; i++) {
         PyBuffer_Release(&views[i]);

@@ -22,11 +22,16 @@ _Static_assert(sizeof(struct pl_head) == 48, "as on the wire");
 _Static_assert(sizeof(struct pl_record) == 32, "as on the wire");
 _Static_assert(sizeof(struct pl_entry) == 144, "as ps/state/native_table.py packs it");
 
-struct pl_entry *pl_entry_in(PyObject *object) {
-    if (!PyByteArray_Check(object) || PyByteArray_Size(object) != sizeof(struct pl_entry)) {
-        return NULL;
-    }
-    return (struct pl_entry *)(void *)PyByteArray_AsString(object);
+/* What a bytearray of this size holds, or NULL. */
+static void *held_in(PyObject *object, size_t size) {
+    bool is_one = PyByteArray_Check(object) && PyByteArray_Size(object) == (Py_ssize_t)size;
+    return is_one ? PyByteArray_AsString(object) : NULL;
+}
+
+struct pl_entry *pl_entry_in(PyObject *object) { return held_in(object, sizeof(struct pl_entry)); }
+
+struct pl_account *pl_account_in(PyObject *object) {
+    return held_in(object, sizeof(struct pl_account));
 }
 
 struct pl_entry *pl_entry_of(PyObject *entries, uint64_t number) {

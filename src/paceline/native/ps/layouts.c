@@ -1,5 +1,6 @@
 /* The layouts that Python and C both write down, for the test that compares them. */
 #include "answer.h"
+#include "plan.h"
 
 #define LAYOUT(type, ...)                                                                          \
     do {                                                                                           \
@@ -32,12 +33,16 @@ static PyObject *layouts(PyObject *self, PyObject *unused) {
            AT(pl_entry, dtype), AT(pl_entry, is_renormed), AT(pl_entry, optimizer),
            AT(pl_entry, is_fused), AT(pl_entry, lanes), AT(pl_entry, columns), AT(pl_entry, eps),
            AT(pl_entry, beta1), AT(pl_entry, beta2), AT(pl_entry, root), AT(pl_entry, map),
-           AT(pl_entry, slots), AT(pl_entry, first), AT(pl_entry, span), AT(pl_entry, column),
-           AT(pl_entry, column[0].bytes), AT(pl_entry, column[1]), AT(pl_entry, column[1].bytes),
-           AT(pl_entry, column[2]), AT(pl_entry, column[2].bytes));
+           AT(pl_entry, slots), AT(pl_entry, first), AT(pl_entry, span), AT(pl_entry, column));
+    LAYOUT(pl_column, AT(pl_column, address), AT(pl_column, bytes));
     LAYOUT(pl_account, AT(pl_account, applied), AT(pl_account, client));
     LAYOUT(pl_tally, AT(pl_tally, table), AT(pl_tally, lines), AT(pl_tally, end_ns),
            AT(pl_tally, took_ns), AT(pl_tally, is_push));
+    LAYOUT(pl_batch, AT(pl_batch, ids), AT(pl_batch, count), AT(pl_batch, offsets),
+           AT(pl_batch, bags));
+    LAYOUT(pl_plan_head, AT(pl_plan_head, places), AT(pl_plan_head, bag_of),
+           AT(pl_plan_head, offsets), AT(pl_plan_head, ranks), AT(pl_plan_head, gather),
+           AT(pl_plan_head, ids), AT(pl_plan_head, starts), AT(pl_plan_head, end));
     return found;
 }
 

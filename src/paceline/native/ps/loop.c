@@ -56,9 +56,7 @@ static PairObject *pair_at(const struct call *call, Py_ssize_t at) {
 }
 
 static struct pl_account *account_at(const struct call *call, Py_ssize_t at) {
-    PyObject *found = PyList_GetItem(call->accounts, at);
-    bool is_one = PyByteArray_Check(found) && PyByteArray_Size(found) == sizeof(struct pl_account);
-    return is_one ? (struct pl_account *)(void *)PyByteArray_AsString(found) : NULL;
+    return pl_account_in(PyList_GetItem(call->accounts, at));
 }
 
 /* One turn for each trainer: whether something was answered, or is Python's. */
@@ -85,11 +83,11 @@ static pl_outcome answer_all(const struct call *call) {
     return found;
 }
 
-static bool rest_all(const struct call *call) {
+static bool prepare_sleep_all(const struct call *call) {
     Py_ssize_t count = PyList_Size(call->pairs);
     for (Py_ssize_t at = 0; at < count; at++) {
         PairObject *pair = pair_at(call, at);
-        if (pair == NULL || !pl_ring_rest(&pair->in)) {
+        if (pair == NULL || !pl_ring_prepare_sleep(&pair->in)) {
             return false;
         }
     }
@@ -126,7 +124,7 @@ static bool loop(const struct call *call, struct pollfd *waits, nfds_t count, in
             }
             continue;
         }
-        if (!rest_all(call)) {
+        if (!prepare_sleep_all(call)) {
             continue;
         }
         uint64_t now = pl_clock_ns();

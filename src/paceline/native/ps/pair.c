@@ -210,27 +210,17 @@ static PyObject *pair_receive(PairObject *self, PyObject *unused) {
     return message;
 }
 
-/* rest() -> bool: the reader will sleep; false: there is something to read after all. */
-static PyObject *pair_rest(PairObject *self, PyObject *unused) {
+/* prepare_sleep() -> bool: the reader will sleep; false: there is something to read after all. */
+static PyObject *pair_prepare_sleep(PairObject *self, PyObject *unused) {
     (void)unused;
-    return is_open(self) ? PyBool_FromLong(pl_ring_rest(&self->in)) : NULL;
-}
-
-/* rise(): the reader is awake. */
-static PyObject *pair_rise(PairObject *self, PyObject *unused) {
-    (void)unused;
-    if (!is_open(self)) {
-        return NULL;
-    }
-    pl_ring_rise(&self->in);
-    Py_RETURN_NONE;
+    return is_open(self) ? PyBool_FromLong(pl_ring_prepare_sleep(&self->in)) : NULL;
 }
 
 static bool has_more(const pl_ring *ring) {
     return atomic_load_explicit(&ring->words->written, memory_order_acquire) != ring->position;
 }
 
-/* Sleep until an event, news from the connection, or the time is over. Needs no GIL. */
+/* Sleep until an event, an event of the connection, or the time is over. Needs no GIL. */
 static bool sleep_until(PairObject *self, int connection, int timeout_ms) {
     struct pollfd waits[2] = {{self->own_event, POLLIN, 0}, {connection, POLLIN, 0}};
     int ready = poll(waits, 2, timeout_ms);
@@ -242,24 +232,24 @@ static bool sleep_until(PairObject *self, int connection, int timeout_ms) {
     return ready > 0 && waits[1].revents != 0;
 }
 
-/* wait(connection_fd, timeout_ms) -> bool: whether the connection has news. Returns at once if
+/* wait(connection_fd, timeout_ms) -> bool: whether the connection has an event. Returns at once if
  * there is a message; may return early for nothing. */
 static PyObject *pair_wait(PairObject *self, PyObject *arguments) {
     int connection, timeout_ms;
     if (!PyArg_ParseTuple(arguments, "ii", &connection, &timeout_ms) || !is_open(self)) {
         return NULL;
     }
-    bool has_news = false;
+    bool has_event = false;
     Py_BEGIN_ALLOW_THREADS;
     for (int i = 0; i < YIELDS && !has_more(&self->in); i++) {
         sched_yield();
     }
-    if (!has_more(&self->in) && pl_ring_rest(&self->in)) {
-        has_news = sleep_until(self, connection, timeout_ms);
-        pl_ring_rise(&self->in);
+    if (!has_more(&self->in) && pl_ring_prepare_sleep(&self->in)) {
+        has_event = sleep_until(self, connection, timeout_ms);
+        pl_ring_end_sleep(&self->in);
     }
     Py_END_ALLOW_THREADS;
-    return PyBool_FromLong(has_news);
+    return PyBool_FromLong(has_event);
 }
 
 static PyObject *pair_close(PairObject *self, PyObject *unused) {
@@ -274,9 +264,8 @@ static PyMethodDef methods[] = {
     {"send", (PyCFunction)pair_send, METH_O, "send(frames) -> bool: put, and wake"},
     {"mark", (PyCFunction)pair_mark, METH_NOARGS, "mark() -> bool: the next comes another way"},
     {"receive", (PyCFunction)pair_receive, METH_NOARGS, "receive() -> None, [] for a mark, frames"},
-    {"rest", (PyCFunction)pair_rest, METH_NOARGS, "rest() -> bool: false if there is a message"},
-    {"rise", (PyCFunction)pair_rise, METH_NOARGS, "rise(): the reader is awake"},
-    {"wait", (PyCFunction)pair_wait, METH_VARARGS, "wait(connection_fd, timeout_ms) -> bool: news"},
+    {"prepare_sleep", (PyCFunction)pair_prepare_sleep, METH_NOARGS, "prepare_sleep() -> bool: false if there is a message"},
+    {"wait", (PyCFunction)pair_wait, METH_VARARGS, "wait(connection_fd, timeout_ms) -> bool: event"},
     {"close", (PyCFunction)pair_close, METH_NOARGS, "close(): unmap; idempotent"},
     {NULL, NULL, 0, NULL},
 };

@@ -26,7 +26,7 @@ typedef struct {
     int64_t *ranks;   /* for each id, which of the distinct ones it is */
     int32_t *owners;  /* for each distinct id, its server; unused with BY_TABLE */
     int64_t *shares;  /* for each server, how many distinct ids; unused with BY_TABLE */
-    unsigned char twice, thrice;
+    unsigned char has_pairs, has_triples;
 } Source;
 
 typedef struct {
@@ -35,7 +35,6 @@ typedef struct {
     Source *source;
 } Input;
 
-/* Where results go; the order is that of `planner.py`. */
 typedef struct {
     int64_t *places, *bag_of, *offsets, *ranks, *gather, *ids, *starts;
 } Results;
@@ -47,6 +46,7 @@ typedef struct {
     Input *inputs;
     Source *sources;
     int64_t source_count, ids, bags, largest_input;
+    int is_shared; /* all tables have the same bags: [Note: shared bags] in message_plan.py */
     Entry *entries; /* two buffers */
     Results results;
 } Plan;
@@ -58,8 +58,8 @@ static void find_distinct(Source *source, const Entry *entries) {
     for (int64_t at = 0; at < source->count; at++) {
         if (at > 0 && entries[at].id == entries[at - 1].id) {
             equal++;
-            source->twice = 1;
-            source->thrice |= equal >= 2;
+            source->has_pairs = 1;
+            source->has_triples |= equal >= 2;
         } else {
             equal = 0;
             source->values[distinct++] = entries[at].id;
@@ -236,8 +236,8 @@ static PyObject *share_for(const Plan *plan, const char *records, int64_t server
     if (!sections) {
         Py_RETURN_NONE;
     }
-    return Py_BuildValue("(NNLy#)", records_of(starts, tables, sections, templates, 0),
-                         records_of(starts, tables, sections, templates, 1), (long long)sections,
+    return Py_BuildValue("(NNy#)", records_of(starts, tables, sections, templates, 0),
+                         records_of(starts, tables, sections, templates, 1),
                          (const char *)(plan->results.ids + starts[0]),
                          (Py_ssize_t)((starts[tables] - starts[0]) * sizeof(int64_t)));
 }
@@ -260,83 +260,60 @@ static PyObject *repeats(const Plan *plan) {
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, 2 * tables);
     char *found = bytes == NULL ? NULL : PyBytes_AsString(bytes);
     for (int64_t table = 0; found != NULL && table < tables; table++) {
-        found[table] = (char)plan->inputs[table].source->twice;
-        found[tables + table] = (char)plan->inputs[table].source->thrice;
+        found[table] = (char)plan->inputs[table].source->has_pairs;
+        found[tables + table] = (char)plan->inputs[table].source->has_triples;
     }
     return bytes;
 }
 
 /* ---- the call ------------------------------------------------------------------------------ */
 
-/* The addresses and lengths of each table's ids and offsets; 0 with an exception set. */
-static int read_inputs(Plan *plan, PyObject *list) {
+static void read_inputs(Plan *plan, const struct pl_batch *batches) {
     for (int64_t table = 0; table < plan->layout->tables; table++) {
-        PyObject *four = PyList_GetItem(list, table);
-        long long found[4];
-        for (int at = 0; at < 4; at++) {
-            PyObject *number = four == NULL ? NULL : PyTuple_GetItem(four, at);
-            found[at] = number == NULL ? -1 : PyLong_AsLongLong(number);
-            if (found[at] == -1 && PyErr_Occurred()) {
-                return 0;
-            }
-        }
-        plan->inputs[table] = (Input){(const int64_t *)(intptr_t)found[0],
-                                      (const int64_t *)(intptr_t)found[2], found[1], found[3], NULL};
-        plan->ids += found[1];
-        plan->bags += found[3];
-        if (found[1] > plan->largest_input) {
-            plan->largest_input = found[1];
+        struct pl_batch in;
+        memcpy(&in, batches + table, sizeof in);
+        plan->inputs[table] = (Input){(const int64_t *)(intptr_t)in.ids,
+                                      (const int64_t *)(intptr_t)in.offsets, in.count, in.bags, NULL};
+        plan->ids += in.count;
+        plan->bags += in.bags;
+        if (in.count > plan->largest_input) {
+            plan->largest_input = in.count;
         }
     }
-    return 1;
 }
 
-/* Tables with the same bags in all: then places of one stand for all (see `planner.py`). */
-static int are_alike(const Plan *plan) {
-    const Input *first = plan->inputs;
-    for (int64_t table = 1; table < plan->layout->tables; table++) {
-        const Input *input = plan->inputs + table;
-        if (input->ids != first->ids || input->count != first->count ||
-            input->offsets != first->offsets || input->bags != first->bags) {
-            return 0;
-        }
-    }
-    return plan->layout->tables > 1 && plan->bags > 0;
-}
-
-static int64_t memory_for(const Plan *plan) {
-    int64_t starts = plan->layout->servers * plan->layout->tables + 1;
-    return 4 * plan->ids + plan->bags + plan->inputs[0].count + starts;
-}
-
-static void lay_out(Plan *plan, int64_t *memory, int alike) {
-    Results *out = &plan->results;
-    out->places = memory;
-    out->bag_of = out->places + plan->ids;
-    out->offsets = out->bag_of + plan->ids;
-    out->ranks = out->offsets + plan->bags;
-    out->gather = out->ranks + plan->inputs[0].count;
-    out->ids = out->gather + plan->ids;
-    out->starts = out->ids + plan->ids;
-    if (!alike) {
-        out->ranks = out->gather = NULL;
-    }
+/* Where each array begins in the memory of a plan, after this head. */
+static struct pl_plan_head lay_out(const Plan *plan) {
+    struct pl_plan_head at = {.places = sizeof at / sizeof(int64_t)};
+    at.bag_of = at.places + plan->ids;
+    at.offsets = at.bag_of + plan->ids;
+    at.ranks = at.offsets + plan->bags;
+    at.gather = at.ranks + plan->inputs[0].count;
+    at.ids = at.gather + plan->ids;
+    at.starts = at.ids + plan->ids;
+    at.end = at.starts + plan->layout->servers * plan->layout->tables + 1;
+    return at;
 }
 
 /* The results as Python gets them, once the sources are read. */
 static PyObject *results_of(Plan *plan, const char *records, int64_t *places_of, int64_t *next) {
-    int alike = are_alike(plan);
-    PyObject *memory = PyByteArray_FromStringAndSize(NULL, memory_for(plan) * sizeof(int64_t));
+    struct pl_plan_head at = lay_out(plan);
+    PyObject *memory = PyByteArray_FromStringAndSize(NULL, at.end * sizeof(int64_t));
     if (memory == NULL) {
         return NULL;
     }
-    lay_out(plan, (int64_t *)PyByteArray_AsString(memory), alike);
+    int64_t *base = (int64_t *)PyByteArray_AsString(memory);
+    memcpy(base, &at, sizeof at);
+    plan->results = (Results){.places = base + at.places, .bag_of = base + at.bag_of,
+                              .offsets = base + at.offsets, .ids = base + at.ids,
+                              .starts = base + at.starts};
+    if (plan->is_shared) {
+        plan->results.ranks = base + at.ranks;
+        plan->results.gather = base + at.gather;
+    }
     write_results(plan, places_of, next);
-    int64_t distinct = plan->results.starts[plan->layout->servers * plan->layout->tables];
     /* N takes the references, and frees them if one of them is NULL. */
-    return Py_BuildValue("(NLLLNNO)", memory, (long long)plan->ids, (long long)plan->bags,
-                         (long long)distinct, shares_for_all(plan, records), repeats(plan),
-                         alike ? Py_True : Py_False);
+    return Py_BuildValue("(NNN)", memory, shares_for_all(plan, records), repeats(plan));
 }
 
 static PyObject *planned(Plan *plan, const char *records) {
@@ -362,31 +339,30 @@ static PyObject *planned(Plan *plan, const char *records) {
 }
 
 static const char plan_doc[] =
-    "plan(layout, records, inputs) -> None | (memory, ids, bags, distinct, shares, repeats, alike)\n\n"
-    "layout: as Layout.packed; records: of all servers and tables, 32 bytes each; inputs: a list\n"
-    "of (address of ids, count, address of offsets, bags). None: an id is out of range.";
+    "plan(layout, records, batches, is_shared) -> None | (memory, shares, repeats)\n\n"
+    "layout: as Layout.packed; records: of all servers and tables; batches: a pl_batch for each\n"
+    "table; is_shared: all of them are the same. memory begins with a pl_plan_head; shares has for\n"
+    "each server None or (lookup, push, ids). None: an id is out of range.";
 
 static PyObject *plan_batch(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
     (void)module;
-    if (count != 3 || !PyBytes_Check(arguments[0]) || !PyBytes_Check(arguments[1]) ||
-        !PyList_Check(arguments[2])) {
-        return PyErr_Format(PyExc_TypeError, "plan(layout: bytes, records: bytes, inputs: list)");
+    if (count != 4 || !PyBytes_Check(arguments[0]) || !PyBytes_Check(arguments[1]) ||
+        !PyBytes_Check(arguments[2])) {
+        return PyErr_Format(PyExc_TypeError, "plan(bytes, bytes, bytes, bool)");
     }
     const Layout *layout = (const Layout *)PyBytes_AsString(arguments[0]);
-    if (PyList_Size(arguments[2]) != layout->tables ||
+    if (PyBytes_Size(arguments[2]) != layout->tables * (Py_ssize_t)sizeof(struct pl_batch) ||
         PyBytes_Size(arguments[1]) != layout->tables * layout->servers * RECORD_BYTES) {
-        return PyErr_Format(PyExc_ValueError, "an input for each table, and a record by server");
+        return PyErr_Format(PyExc_ValueError, "a batch for each table, and a record by server");
     }
     Plan plan = {.layout = layout, .rows = (const uint64_t *)layout->numbers,
-                 .homes = layout->numbers + layout->tables};
+                 .homes = layout->numbers + layout->tables, .is_shared = arguments[3] == Py_True};
     plan.inputs = PyMem_Malloc(layout->tables * sizeof(Input));
     if (plan.inputs == NULL) {
         return PyErr_NoMemory();
     }
-    PyObject *result = NULL;
-    if (read_inputs(&plan, arguments[2])) {
-        result = planned(&plan, PyBytes_AsString(arguments[1]));
-    }
+    read_inputs(&plan, (const struct pl_batch *)(const void *)PyBytes_AsString(arguments[2]));
+    PyObject *result = planned(&plan, PyBytes_AsString(arguments[1]));
     PyMem_Free(plan.inputs);
     return result;
 }

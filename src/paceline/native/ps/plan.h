@@ -10,6 +10,17 @@ typedef struct {
     int64_t numbers[];
 } Layout;
 
+/* One table's ids and offsets in memory, as ps/client/batch.py packs them. */
+struct pl_batch {
+    int64_t ids, count, offsets, bags;
+};
+
+/* Where the arrays of a plan begin in its memory, in int64; the memory begins with this. As
+ * ps/client/message_plan.py reads it. `ranks` and `gather` are filled in for shared bags. */
+struct pl_plan_head {
+    int64_t places, bag_of, offsets, ranks, gather, ids, starts, end;
+};
+
 typedef struct {
     uint64_t id;
     uint64_t at; /* where it stood */

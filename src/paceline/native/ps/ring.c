@@ -155,17 +155,17 @@ void pl_ring_take(pl_ring *ring) {
     atomic_store_explicit(&ring->words->taken, ring->position, memory_order_release);
 }
 
-bool pl_ring_rest(pl_ring *ring) {
+bool pl_ring_prepare_sleep(pl_ring *ring) {
     atomic_store_explicit(&ring->words->sleeps, 1, memory_order_relaxed);
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&ring->words->written, memory_order_acquire) == ring->position) {
         return true;
     }
-    pl_ring_rise(ring);
+    pl_ring_end_sleep(ring);
     return false;
 }
 
-void pl_ring_rise(pl_ring *ring) {
+void pl_ring_end_sleep(pl_ring *ring) {
     atomic_store_explicit(&ring->words->sleeps, 0, memory_order_relaxed);
 }
 

@@ -85,10 +85,10 @@ pl_ring_found pl_ring_peek(pl_ring *ring, pl_frame *frames, unsigned *count);
 void pl_ring_take(pl_ring *ring);
 
 /* Reader: say that it will sleep; false if there is something to read after all. */
-bool pl_ring_rest(pl_ring *ring);
+bool pl_ring_prepare_sleep(pl_ring *ring);
 
 /* Reader: it is awake. */
-void pl_ring_rise(pl_ring *ring);
+void pl_ring_end_sleep(pl_ring *ring);
 
 /* Writer: must the reader be woken? True once for each time that it went to sleep. */
 bool pl_ring_must_wake(pl_ring *ring);

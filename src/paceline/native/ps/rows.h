@@ -100,8 +100,9 @@ struct pl_message {
 
 static inline size_t pl_aligned(size_t count) { return (count + 7) / 8 * 8; }
 
-/* The entry that a bytearray holds, or NULL; of a table, by its number. */
+/* The entry or account that a bytearray holds, or NULL; of a table, by its number. */
 struct pl_entry *pl_entry_in(PyObject *object);
+struct pl_account *pl_account_in(PyObject *object);
 struct pl_entry *pl_entry_of(PyObject *entries, uint64_t number);
 
 struct pl_record pl_record_of(const struct pl_message *m, uint32_t number);

@@ -1,5 +1,5 @@
 /* What the wrapper's part adds to the module: the type ReadyQueue, bytes as numbers, and from which
- * size on copies go past the caches (shm/streaming.py). */
+ * size on copies go past the caches (shm/collectives/streaming.py). */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

@@ -35,7 +35,7 @@ from paceline.ps.client.message_parts import RowsPart
 from paceline.ps.client.message_plan import NativePlan
 from paceline.ps.client.row_plan import Flags, Ints
 from paceline.ps.protocol.wire import Frame
-from paceline.torch_private import (
+from paceline.torch_private.modules import (
     embedding_backward,
     embedding_bag_backward,
     embedding_bag_dense_backward,
@@ -70,13 +70,13 @@ class Pool:
         self.part = part
         self._plan = part.plan
         self._inputs = part.inputs
-        self._kin = part.group.key
+        self._key = part.group.key
         self._call: _Call | None = None
         self._rows: Tensor | None = None
 
     def forward(self, rows: Tensor) -> Sequence[Tensor]:
         """What each table of the part makes of its rows."""
-        inputs, plan, key = self._inputs, self._plan, self._kin
+        inputs, plan, key = self._inputs, self._plan, self._key
         places, offsets = plan.places, plan.offsets
         device = inputs[0].device
         if device != _CPU:
@@ -106,9 +106,9 @@ class Pool:
             return None
         is_complete = len(given) == len(gradients)
         self.part.is_used = None if is_complete else np.array([g is not None for g in gradients])
-        if is_complete and self._is_abreast():
+        if is_complete and self._is_one_backward():
             assert isinstance(self._plan, NativePlan)
-            lines = _scaled(self._backward_abreast(self._plan, given), scale)
+            lines = _scaled(self._backward_of_shared(self._plan, given), scale)
             return self._plan.cut(lines, self.part.group.row_bytes)
         return self.part.gradient(_scaled(self._backward_of_rows(gradients), scale))
 
@@ -130,7 +130,7 @@ class Pool:
 
     def _backward(self, call: _Call, gradient: Tensor, count: int) -> Tensor:
         """Of all tables, or of one: with the bag of each id, unless torch computes that here."""
-        key = self._kin
+        key = self._key
         found: Tensor = embedding_bag_backward(
             *(gradient, call.places, call.offsets, call.offset2bag, call.bag_size),
             *(call.max_indices, count, key.scale_grad_by_freq, _MODES[key.mode], key.sparse),
@@ -138,18 +138,18 @@ class Pool:
         )
         return found.coalesce().to_dense() if key.sparse else found
 
-    def _is_abreast(self) -> bool:
-        key, plan = self._kin, self._plan
+    def _is_one_backward(self) -> bool:
+        key, plan = self._key, self._plan
         is_here = self._inputs[0].device == _CPU
-        if not plan.is_abreast or not is_here or key.sparse or key.mode == "max":
+        if not plan.has_shared_bags or not is_here or key.sparse or key.mode == "max":
             return False
         # By one call always, by one call each where there must be one each anyway.
         return not key.is_scaled or 1 in plan.repeats
 
-    def _backward_abreast(self, plan: NativePlan, gradients: list[Tensor]) -> Tensor:
+    def _backward_of_shared(self, plan: NativePlan, gradients: list[Tensor]) -> Tensor:
         """Lines of the gradients of all tables' rows, one for each id."""
         assert self._call is not None
-        key, call, count = self._kin, self._call, plan.distinct // len(gradients)
+        key, call, count = self._key, self._call, plan.distinct // len(gradients)
         ranks, bag_of = plan.ranks, plan.first_bag_of
 
         def lines(gradient: Tensor, weights: Tensor | None) -> Tensor:
@@ -171,7 +171,7 @@ class Pool:
         whole = self._joined(gradients)
         apart = self._apart()
         if apart[is_used].all():
-            rows = whole.new_zeros((self._plan.distinct, self._kin.dim))
+            rows = whole.new_zeros((self._plan.distinct, self._key.dim))
         else:
             rows = self._backward(self._with_bags(call), whole, self._plan.distinct)
         for table in np.flatnonzero(apart & is_used).tolist():
@@ -217,20 +217,20 @@ class Pool:
         places = self._plan.places.to(gradient.device)
         found: Tensor = embedding_backward(
             *(gradient, places.view(self._inputs[0].shape), self._plan.distinct),
-            *(self._padding(), self._kin.scale_grad_by_freq, self._kin.sparse),
+            *(self._padding(), self._key.scale_grad_by_freq, self._key.sparse),
         )
-        return found.coalesce().to_dense() if self._kin.sparse else found
+        return found.coalesce().to_dense() if self._key.sparse else found
 
     def _apart(self) -> Flags:
         """Which tables need a backward of their own; see the note above."""
-        key, plan = self._kin, self._plan
+        key, plan = self._key, self._plan
         if key.mode == "max" or self.part.group.layout.is_ordered:
             return np.zeros(plan.tables, np.bool_)
         # Torch divides by the frequency of an id that stands elsewhere in the sorted list, as soon
         # as any id before comes twice.
         if key.sparse or (key.scale_grad_by_freq and 1 in plan.repeats):
             return np.ones(plan.tables, np.bool_)
-        return plan.twice if key.is_scaled else plan.thrice
+        return plan.has_pairs if key.is_scaled else plan.has_triples
 
     def _padding(self) -> int:
         """Where the padding row is in the matrix, or -1; only a table that is alone has one.
@@ -239,7 +239,7 @@ class Pool:
         kernel, and to other bits, when there is a padding at all.
         """
         group = self.part.group
-        padding = group.places[0].padding
+        padding = group.attached[0].padding
         if padding is None:
             return -1
         place = self._plan.found.place(padding, 0, group.layout.owner_of(0, padding))
@@ -252,7 +252,7 @@ class Pool:
         like = next(gradient for gradient in gradients if gradient is not None)
         return torch.cat(
             [
-                like.new_zeros((each.bags, self._kin.dim)) if gradient is None else gradient
+                like.new_zeros((each.bags, self._key.dim)) if gradient is None else gradient
                 for gradient, each in zip(gradients, self._inputs, strict=True)
             ]
         )

@@ -6,6 +6,7 @@ shapes that ``nn.EmbeddingBag`` takes become that.
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from paceline.native.extension import native
 from paceline.ps.client.row_plan import Ints
 from paceline.ps.client.table_config import TableConfig
 
+BATCH = struct.Struct("<4q")
+"""Address and count of the ids, then of the offsets; ``pl_batch`` in ``native/ps/plan.h``."""
 _INTEGERS = (torch.int64, torch.int32)
 
 
@@ -47,11 +50,11 @@ class FlatBags:
     Attributes:
         count: How many ids.
         bags: How many bags.
-        spot: For the native core: where ids are, how many, where offsets are, how many.
+        packed: Where ids and offsets are, for the native core.
         form: What decides, with the table, which others it is looked up with.
     """
 
-    __slots__ = ("bags", "count", "device", "form", "ids", "offsets", "shape", "spot", "weights")
+    __slots__ = ("bags", "count", "device", "form", "ids", "offsets", "packed", "shape", "weights")
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class FlatBags:
         self.count = ids.numel()
         self.bags = 0 if offsets is None else offsets.numel()
         begin = 0 if offsets is None else offsets.data_ptr()
-        self.spot = (ids.data_ptr(), self.count, begin, self.bags)
+        self.packed = BATCH.pack(ids.data_ptr(), self.count, begin, self.bags)
         self.form = (weights is not None, offsets is not None)
 
     @property

@@ -154,18 +154,16 @@ class BatchExchange:
         return bool(shares)
 
     def _distribute(self, channel: Channel, pending: OpenRequest, frames: list[Frame]) -> None:
-        server = channel.index
+        server = channel.server.index
         sizes = [part.reply_bytes(server) for part in self.parts]
         # A FOUND repeats the records of its LOOKUP: then all sizes are the expected ones.
         is_expected = len(frames) == 3 and is_repeated(frames[0], Kind.FOUND, pending.tail)
         if not is_expected or len(frames[2]) != sum(sizes):
-            raise ServerError(
-                f"server {server} ({channel.address}) answered a {pending.what} with something "
-                "else: are trainer and server of the same version?",
-                server=server,
-                address=channel.address,
-                operation=pending.what,
+            text = (
+                f"{channel.server} answered a {pending.what} with something else: are trainer and "
+                "server of the same version?"
             )
+            raise channel.server.error(ServerError, pending.what, text)
         values = memoryview(frames[2])
         at = 0
         for part, size in zip(self.parts, sizes, strict=True):

@@ -11,17 +11,14 @@ another one); it is given back at least every ``_SLICE_MS``.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.errors import (
-    ServerError,
     ServerKeyError,
     ServerLostError,
     ServerRefusedError,
@@ -31,14 +28,15 @@ from paceline.forks import tell_children
 from paceline.ps.client.ledger import Ledger, OpenRequest, State
 from paceline.ps.client.link import Link, LinkEvent
 from paceline.ps.client.refused_pushes import Refused, describe
-from paceline.ps.protocol.wire import Frame, WireError, is_error, read_head
+from paceline.ps.client.server_name import ServerName
+from paceline.ps.protocol.wire import Frame, WireError, is_error
 
 log = logging.getLogger("paceline.ps")
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a trainer waits for a server.
+class ChannelLimits:
+    """How long a trainer waits for a server, and how much it keeps for it.
 
     Args:
         timeout_s: Then it is an error.
@@ -53,7 +51,7 @@ class Patience:
     kept_bytes: int = 256 << 20
 
 
-_LAST_WORDS_S = 0.5
+_LAST_ANSWERS_S = 0.5
 """So long is waited for acknowledgements when a connection is closed without a flush."""
 _NO_ENTRY = {
     LinkEvent.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a "
@@ -73,17 +71,17 @@ class Channel:
         index: Of the server, among those of this trainer.
         link: Its socket.
         client: 16 random bytes, the same for all servers of one ``Servers``.
-        patience: How long to wait.
+        limits: How long to wait.
 
     Attributes:
+        server: Its name in errors.
         names: Of tables, by their numbers on the server, for errors.
     """
 
-    def __init__(self, index: int, link: Link, client: bytes, patience: Patience) -> None:
-        self.index = index
-        self.address = link.address
+    def __init__(self, index: int, link: Link, client: bytes, limits: ChannelLimits) -> None:
+        self.server = ServerName(index, link.address)
         self._link = link
-        self._patience = patience
+        self._limits = limits
         self._ledger = Ledger(client)
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -103,28 +101,28 @@ class Channel:
         """How data travel to this server: ``"shared memory"``, ``"ipc"`` or ``"tcp"``."""
         return self._link.route
 
-    def greet(self) -> None:
-        """Say HELLO; ``wait_open`` waits for the answer."""
+    def open(self) -> None:
+        """Send HELLO; ``wait_open`` waits for the reply."""
         with self._lock:
-            self._say_hello()
+            self._send_hello()
 
     def wait_open(self) -> None:
-        """Wait until the server has answered for the first time."""
+        """Wait until the server has replied for the first time."""
         self._wait_until(lambda: self._ledger.state is not State.MEETING, "the first answer")
         with self._lock:
             if self._ledger.is_idle:
-                self._link.at_rest(self._ledger.incarnation)
+                self._link.use_shm(self._ledger.incarnation)
 
     def post(self, pending: OpenRequest) -> OpenRequest:
-        """Send a request; what it answers is had by ``wait``. Waits only if too much is kept."""
-        ledger, limit = self._ledger, self._patience.kept_bytes
+        """Send a request; ``wait`` gets its reply. Waits only if too much is kept."""
+        ledger, limit = self._ledger, self._limits.kept_bytes
         if ledger.kept_bytes > limit:
             self._wait_until(lambda: ledger.kept_bytes <= limit, pending.what)
         with self._lock:
             self._check_usable(pending.what)
             self._check_size(pending)
             if ledger.is_idle:
-                self._link.at_rest(self._ledger.incarnation)
+                self._link.use_shm(self._ledger.incarnation)
             self._send(ledger.enter(pending))
         return pending
 
@@ -146,7 +144,7 @@ class Channel:
         if frames is None:  # struck off: it was applied before the server was killed
             return []
         if is_error(frames[0]):
-            raise self._refused(pending, frames)
+            raise self.server.refused(pending.what, frames[0])
         return frames
 
     def abandon(self, pending: OpenRequest) -> None:
@@ -177,7 +175,7 @@ class Channel:
         """
         with self._lock:
             if self._is_usable:
-                self._say_last_words()
+                self._report_unfinished()
                 self._is_closed = True
                 self._link.close()
 
@@ -185,26 +183,26 @@ class Channel:
     def _is_usable(self) -> bool:
         return not self._is_closed and os.getpid() == self._owner
 
-    def _say_last_words(self) -> None:
-        until_s = time.monotonic() + _LAST_WORDS_S
+    def _report_unfinished(self) -> None:
+        until_s = time.monotonic() + _LAST_ANSWERS_S
         while self._ledger.kept_bytes and time.monotonic() < until_s:
             if not self._receive():
-                self._link.news()
+                self._link.take_event()
         refused = self._ledger.take_refused()
         if refused is not None:
             log.error("%s. These gradients are not in the tables", describe(self, refused))
         if self._ledger.kept_bytes:
             log.warning(
-                "server %d (%s) has not acknowledged the last pushes of this trainer: they may be "
-                "lost. Call flush() or close() before the program ends",
-                *(self.index, self.address),
+                "%s has not acknowledged the last pushes of this trainer: they may be lost. Call "
+                "flush() or close() before the program ends",
+                self.server,
             )
 
     def _wait_until(
         self, is_met: Callable[[], bool], what: str, timeout_s: float | None = None
     ) -> None:
         start_s = warned_s = time.monotonic()
-        timeout_s = self._patience.timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._limits.timeout_s if timeout_s is None else timeout_s
         while True:
             with self._lock:
                 if is_met():
@@ -212,15 +210,16 @@ class Channel:
                 self._check_usable(what)
                 if self._receive():
                     continue
-                self._look_after()
+                self._check_connection()
             waited_s = time.monotonic() - start_s
             if waited_s > timeout_s:
                 raise self._too_late(what, timeout_s)
-            if warned_s == start_s and waited_s > self._patience.warn_s:
+            if warned_s == start_s and waited_s > self._limits.warn_s:
                 warned_s = time.monotonic()
+                why = self._link.obstacle().text
                 log.warning(
-                    "waiting for server %d (%s) since %.0f s: %s; giving up after %g s%s",
-                    *(self.index, self.address, waited_s, what, timeout_s, self._obstacle()),
+                    "waiting for %s since %.0f s: %s; giving up after %g s%s",
+                    *(self.server, waited_s, what, timeout_s, f"; {why}" if why else ""),
                 )
 
     def _receive(self, is_waiting: bool = True) -> bool:
@@ -230,48 +229,39 @@ class Channel:
             return False
         if not self._link.came_by_shm:
             # A broken connection is always reported before what comes over the next one.
-            self._heed(self._link.news())
+            self._handle_event(self._link.take_event())
         self._heard_s = time.monotonic()
         self.received_bytes += sum(map(len, frames))
         try:
             messages = self._ledger.take(frames)
         except (WireError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("server %d (%s): unreadable reply: %s", self.index, self.address, error)
+            log.warning("%s: unreadable reply: %s", self.server, error)
             messages = [self._ledger.hello()] if self._ledger.doubt() else []
         for message in messages:
             self._send(message)
         return True
 
-    def _look_after(self) -> None:
+    def _check_connection(self) -> None:
         """Nothing came for a slice of time: was the connection lost, does the server live?"""
-        self._heed(self._link.news())
+        self._handle_event(self._link.take_event())
         now_s = time.monotonic()
-        if now_s - max(self._heard_s, self._asked_s) > self._patience.hello_s:
-            self._check_owner()
-            self._say_hello()
+        if now_s - max(self._heard_s, self._asked_s) > self._limits.hello_s:
+            obstacle = self._link.obstacle()
+            if obstacle.is_final:  # do not wait for somebody who will never let us in
+                raise self._no_entry(f": {obstacle.text}")
+            self._send_hello()
 
-    def _check_owner(self) -> None:
-        """Do not wait for somebody who will never be let in."""
-        obstacle = self._link.obstacle()
-        if obstacle.is_final:
-            raise ServerKeyError(
-                f"server {self.index} ({self.address}): {obstacle.text}", **self._facts("connect")
-            )
-
-    def _obstacle(self) -> str:
-        found = self._link.obstacle().text
-        return f"; {found}" if found else ""
-
-    def _heed(self, news: LinkEvent) -> None:
-        if news in _NO_ENTRY:
-            raise ServerKeyError(
-                f"server {self.index} ({self.address}) {_NO_ENTRY[news]}", **self._facts("connect")
-            )
-        if news is LinkEvent.BROKEN and self._ledger.state is not State.MEETING:
+    def _handle_event(self, event: LinkEvent) -> None:
+        if event in _NO_ENTRY:
+            raise self._no_entry(f" {_NO_ENTRY[event]}")
+        if event is LinkEvent.BROKEN and self._ledger.state is not State.MEETING:
             self._ledger.doubt()
-            self._say_hello()
+            self._send_hello()
 
-    def _say_hello(self) -> None:
+    def _no_entry(self, why: str) -> ServerKeyError:
+        return self.server.error(ServerKeyError, "connect", f"{self.server}{why}")
+
+    def _send_hello(self) -> None:
         self._asked_s = time.monotonic()
         self._send(self._ledger.hello())
 
@@ -280,67 +270,45 @@ class Channel:
         self._link.send(message)
 
     def _check_usable(self, what: str) -> None:
+        server, ledger = self.server, self._ledger
         if os.getpid() != self._owner:
-            raise ServersClosedError(
-                f"{what}: this connection to server {self.index} belongs to process {self._owner}, "
-                f"and this is a forked child ({os.getpid()}): call ps.connect in the child",
-                **self._facts(what),
+            text = (
+                f"{what}: this connection to server {server.index} belongs to process "
+                f"{self._owner}, and this is a forked child ({os.getpid()}): call ps.connect in "
+                "the child"
             )
+            raise server.error(ServersClosedError, what, text)
         if self._is_closed:
-            raise ServersClosedError(
-                f"{what}: the connection to server {self.index} ({self.address}) is closed",
-                **self._facts(what),
+            text = f"{what}: the connection to {server} is closed"
+            raise server.error(ServersClosedError, what, text)
+        if ledger.state is State.LOST:
+            text = (
+                f"{what}: {server} came back without its state: pushes that it had acknowledged "
+                "are gone. Load the last save on a new connection; a server started with --dir "
+                "keeps its state"
             )
-        if self._ledger.state is State.LOST:
-            raise ServerLostError(
-                f"{what}: server {self.index} ({self.address}) came back without its state: "
-                "pushes that it had acknowledged are gone. Load the last save on a new connection; "
-                "a server started with --dir keeps its state",
-                **self._facts(what),
-            )
-        if self._ledger.complaint and self._ledger.state is State.MEETING:
-            raise ServerRefusedError(
-                f"server {self.index} ({self.address}) does not understand this trainer: "
-                f"{self._ledger.complaint}",
-                code="wire",
-                **self._facts(what),
-            )
+            raise server.error(ServerLostError, what, text)
+        if ledger.complaint and ledger.state is State.MEETING:
+            text = f"{server} does not understand this trainer: {ledger.complaint}"
+            raise server.error(ServerRefusedError, what, text, code="wire")
 
     def _check_size(self, pending: OpenRequest) -> None:
         """Refuse what would only make the server hang up."""
-        most = self._ledger.max_message_bytes
-        if most is not None and pending.arrays:
-            size = max(map(len, pending.arrays))
-            if size > most:
-                raise ServerRefusedError(
-                    f"server {self.index} ({self.address}) takes messages of up to {most} bytes "
-                    f"(--max-message-bytes), and a {pending.what} has {size}: raise the limit, or "
-                    "use smaller batches. Nothing was sent to it",
-                    code="size",
-                    **self._facts(pending.what),
-                )
+        most, what = self._ledger.max_message_bytes, pending.what
+        size = max(map(len, pending.arrays), default=0)
+        if most is not None and size > most:
+            text = (
+                f"{self.server} takes messages of up to {most} bytes (--max-message-bytes), and "
+                f"a {what} has {size}: raise the limit, or use smaller batches. Nothing was sent "
+                "to it"
+            )
+            raise self.server.error(ServerRefusedError, what, text, code="size")
 
-    def _too_late(self, what: str, timeout_s: float) -> ServerError:
+    def _too_late(self, what: str, timeout_s: float) -> ServerLostError:
         remedy = self._link.obstacle().text
         if not remedy and self._ledger.state is State.MEETING:
             remedy = "is there a server at this address?"
         elif not remedy:
             remedy = "it must be started again with --dir"
-        return ServerLostError(
-            f"{what}: no answer from server {self.index} ({self.address}) within {timeout_s:g} s; "
-            f"{remedy}",
-            **self._facts(what),
-        )
-
-    def _refused(self, pending: OpenRequest, frames: list[Frame]) -> ServerError:
-        control = json.loads(bytes(read_head(frames[0])[1]))
-        return ServerRefusedError(
-            f"server {self.index} ({self.address}) refused {pending.what}: {control.get('text')}",
-            code=str(control.get("code")),
-            id=control.get("id"),
-            table=control.get("table"),
-            **self._facts(pending.what),
-        )
-
-    def _facts(self, what: str) -> dict[str, Any]:
-        return {"server": self.index, "address": self.address, "operation": what}
+        text = f"{what}: no answer from {self.server} within {timeout_s:g} s; {remedy}"
+        return self.server.error(ServerLostError, what, text)

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 import zmq
 
 from paceline.errors import ConfigurationError, ServerRefusedError
-from paceline.ps.client.channel import Channel, Patience
+from paceline.ps.client.channel import Channel, ChannelLimits
 from paceline.ps.client.control import answer, ask, load_everywhere
 from paceline.ps.client.link import Link
 from paceline.ps.client.refused_pushes import check_refused
-from paceline.ps.client.row_plan import MOST_SERVERS
 from paceline.ps.protocol.keys import read_client_keys
 from paceline.ps.protocol.settings import IPC, check_socket_name
+from paceline.ps.protocol.table_spec import SHARDS
 from paceline.ps.protocol.wire import Kind
 
 log = logging.getLogger("paceline.ps")
@@ -59,14 +59,12 @@ def connect(
         ConfigurationError: An argument is wrong.
     """
     found = list(addresses if isinstance(addresses, (list, tuple)) else addresses.addresses)  # type: ignore[union-attr]
-    if not 1 <= len(found) <= MOST_SERVERS or not all(isinstance(each, str) for each in found):
-        raise ConfigurationError(
-            f"ps.connect takes 1 to {MOST_SERVERS} addresses, not {found!r:.200}"
-        )
+    if not 1 <= len(found) <= SHARDS or not all(isinstance(each, str) for each in found):
+        raise ConfigurationError(f"ps.connect takes 1 to {SHARDS} addresses, not {found!r:.200}")
     for address in found:
         if address.startswith(IPC):
             check_socket_name(address.removeprefix(IPC))
-    servers = Servers(found, _curve(keys), Patience(timeout_s=timeout_s))
+    servers = Servers(found, _curve(keys), ChannelLimits(timeout_s=timeout_s))
     try:
         servers.wait_open()
     except BaseException:
@@ -83,13 +81,15 @@ class Servers:
         epoch: Grows when rows are written or loaded through this connection.
     """
 
-    def __init__(self, addresses: list[str], curve: dict[str, bytes], patience: Patience) -> None:
+    def __init__(
+        self, addresses: list[str], curve: dict[str, bytes], limits: ChannelLimits
+    ) -> None:
         self.addresses = addresses
         self.epoch = 0
         context: Any = zmq.Context()
         client = secrets.token_bytes(16)
         self.channels = tuple(
-            Channel(index, Link(context, address, curve, client), client, patience)
+            Channel(index, Link(context, address, curve, client), client, limits)
             for index, address in enumerate(addresses)
         )
         self._finalizer = weakref.finalize(self, _end, context, self.channels, os.getpid())
@@ -116,7 +116,7 @@ class Servers:
     def wait_open(self) -> None:
         """Wait until every server has answered once."""
         for channel in self.channels:
-            channel.greet()
+            channel.open()
         for channel in self.channels:
             channel.wait_open()
 

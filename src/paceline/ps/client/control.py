@@ -43,7 +43,9 @@ def load_everywhere(
         error = next(iter(errors.values()))
         error.args = (f"{error}. No server has loaded anything", *error.args[1:])
         raise error
-    controls = [{**control, "staged": staged[channel.index]["staged"]} for channel in channels]
+    controls = [
+        {**control, "staged": staged[channel.server.index]["staged"]} for channel in channels
+    ]
     loaded, errors = _ask_each(channels, Kind.LOAD, controls, timeout_s)
     if errors:
         error = next(iter(errors.values()))
@@ -65,17 +67,17 @@ def _ask_each(
     errors: dict[int, ServerError] = {}
     for channel, pending in zip(channels, asked, strict=True):
         try:
-            answers[channel.index] = answer(channel, pending, timeout_s)
+            answers[channel.server.index] = answer(channel, pending, timeout_s)
         except ServerError as error:
             channel.abandon(pending)
-            errors[channel.index] = error
+            errors[channel.server.index] = error
     return answers, errors
 
 
 def _forget(channels: Sequence[Channel], staged: Mapping[int, Mapping[str, Any]]) -> None:
     """Let servers delete what they have ready. If one does not, its next load does."""
     for channel in channels:
-        token = staged.get(channel.index, {}).get("staged")
+        token = staged.get(channel.server.index, {}).get("staged")
         if token is not None:
             pending = ask(channel, Kind.STAGE, {"forget": token}, what="load")
             channel.abandon(pending)

@@ -31,23 +31,22 @@ with its tables.
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.ps.client.refused_pushes import Refused
 from paceline.ps.protocol.wire import (
-    LATER,
+    DEFERRED,
     SEQUENCED,
     Frame,
     Head,
     Kind,
+    control_of,
     is_error,
     pack_control,
-    pack_request,
-    read_reply,
-    rest_of,
+    pack_head,
+    read_head,
 )
 
 
@@ -176,21 +175,19 @@ class Ledger:
         Raises:
             WireError: It is no message.
         """
-        kind, request = read_reply(frames[0])
+        kind, request = read_head(frames[0])[0][:2]
         if kind is Kind.WELCOME:
-            return self._welcome(json.loads(bytes(rest_of(frames[0]))))
+            return self._welcome(control_of(frames[0]))
         pending = self._open.get(request)
         if pending is None:
             if kind is Kind.ERROR and request == 0:
-                self.complaint = str(json.loads(bytes(rest_of(frames[0]))).get("text"))
+                self.complaint = str(control_of(frames[0]).get("text"))
             return []
         is_next = self._is_next(pending)
-        code = None
-        if kind is Kind.ERROR:
-            code = json.loads(bytes(rest_of(frames[0]))).get("code")
+        code = control_of(frames[0]).get("code") if kind is Kind.ERROR else None
         if not self._is_believed(pending, code, is_next):
             return [self.hello()] if self.doubt() else []
-        self._settle(pending, frames)
+        self._finish(pending, frames)
         return [self.hello()] if not is_next and self.doubt() else []
 
     def _is_believed(self, pending: OpenRequest, code: str | None, is_next: bool) -> bool:
@@ -202,19 +199,19 @@ class Ledger:
         return is_next and self.state is State.OPEN
 
     def _is_next(self, pending: OpenRequest) -> bool:
-        if pending.kind in LATER:
+        if pending.kind in DEFERRED:
             return True
         for each in self._open.values():
-            if each.kind not in LATER:
+            if each.kind not in DEFERRED:
                 return each is pending
         return False
 
-    def _settle(self, pending: OpenRequest, reply: list[Frame] | None) -> None:
+    def _finish(self, pending: OpenRequest, reply: list[Frame] | None) -> None:
         del self._open[pending.request]
         if pending.sequence and reply is not None and is_error(reply[0]):
             self._told += 1
             if pending.kind is Kind.PUSH:
-                self.refused.add(pending, json.loads(bytes(rest_of(reply[0]))))
+                self.refused.add(pending, control_of(reply[0]))
         if pending.sequence:
             self.acknowledged = max(self.acknowledged, pending.sequence)
             self.kept_bytes -= pending.kept_bytes
@@ -234,7 +231,7 @@ class Ledger:
         self.max_message_bytes = control.get("max_message_bytes")
         self.state = State.OPEN
         self._welcomed = self._hello
-        asked = [each for each in self._open.values() if not (is_same and each.kind in LATER)]
+        asked = [each for each in self._open.values() if not (is_same and each.kind in DEFERRED)]
         lost = [each for each in asked if each.request < self._hello]
         if any(each.sequence > applied for each in lost):
             lost = asked  # what was sent after HELLO would be answered before what is sent now
@@ -257,7 +254,7 @@ class Ledger:
             if (is_applied and pending.kind in _NO_ANSWER) or not (
                 pending.is_wanted or pending.sequence
             ):
-                self._settle(pending, self._refusal(pending, refusals))
+                self._finish(pending, self._refusal(pending, refusals))
                 continue
             del self._open[pending.request]
             messages.append(self._number(pending))
@@ -277,15 +274,8 @@ class Ledger:
         self._requests += 1
         pending.request = self._requests
         self._open[pending.request] = pending
-        first = pack_request(
-            pending.kind,
-            pending.request,
-            self._client,
-            pending.sequence,
-            pending.sections,
-            pending.tail,
-        )
-        return [first, *pending.arrays]
+        head = Head(pending.kind, pending.request, self._client, pending.sequence)
+        return [pack_head(head, pending.sections) + pending.tail, *pending.arrays]
 
 
 # Applied is all that a trainer wants to know of these; the others' replies say something.

@@ -9,7 +9,7 @@ Data messages take shared memory (``ps/client/shm_link.py``) if it is there and 
 else goes over ZeroMQ. The ledger needs one order for both, so:
 
 - *Requests.* Once a message went over ZeroMQ, the following ones do too, until nothing is under way
-  (``at_rest``). Before the server handles a message that came over ZeroMQ, it handles all that
+  (``use_shm``). Before the server handles a message that came over ZeroMQ, it handles all that
   this trainer has put into the shared memory, which is there by then.
 - *Replies.* A request is answered the way it came. So those that come by shared memory are older
   than those that come over ZeroMQ, and are taken first. A reply that is too large for the shared
@@ -103,12 +103,12 @@ class Link:
             return "shared memory"
         return self.address.partition(":")[0]
 
-    def at_rest(self, incarnation: str | None) -> None:
+    def use_shm(self, incarnation: str | None) -> None:
         """Take shared memory from now on, if there is one: nothing is under way.
 
         Args:
             incarnation: Of the server that this trainer knows. If another one hands out memory, it
-                has taken its place unnoticed so far, and that is news.
+                has taken its place unnoticed so far, and that is an event.
         """
         if self._shm is None and time.monotonic() >= self._next_try_s:
             self._shm = open_shm_link(self.address, self._client)
@@ -153,7 +153,7 @@ class Link:
         """One message, if there is one."""
         return self.receive(0)
 
-    def news(self) -> LinkEvent:
+    def take_event(self) -> LinkEvent:
         """The worst that happened since the last call."""
         found = LinkEvent.NOTHING
         if self._is_replaced or (self._shm is not None and self._shm.is_broken):

@@ -154,7 +154,7 @@ class BagsPart:
     """One table whose bags are pooled by its server."""
 
     table: int
-    place: AttachedTable
+    attached: AttachedTable
     input: FlatBags
     _piece: memoryview | None = None
 
@@ -165,49 +165,49 @@ class BagsPart:
 
     def lookup(self, server: int) -> PartRequest | None:
         """The bags, for the table's server."""
-        if server != self.place.home:
+        if server != self.attached.home:
             return None
         return PartRequest(self._record(0.0), 1, self._integers(), self._weights())
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
-        if server != self.place.home:
+        if server != self.attached.home:
             return 0
         return aligned(self.input.bags * self._row_bytes)
 
     def put(self, server: int, values: memoryview) -> None:
         """Take the pooled bags."""
-        if server == self.place.home:
+        if server == self.attached.home:
             self._piece = values[: self.input.bags * self._row_bytes]
 
     def result(self) -> Tensor:
         """The pooled bags."""
         piece, self._piece = self._piece, None
-        config = self.place.config
+        config = self.attached.config
         pieces = [] if piece is None else [piece]  # None: no bag at all
         return _tensor(pieces, config.dtype).view(-1, config.embedding_dim)
 
     def gradient(self, gradient: Tensor) -> list[Frame]:
         """A gradient of ``result()``; a copy, because it may be the user's own tensor."""
         found = bytes(_bytes(gradient))
-        return [found if number >= 0 else b"" for number in self.place.numbers]
+        return [found if number >= 0 else b"" for number in self.attached.numbers]
 
     def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> PartRequest | None:
         """The bags again, with their gradient."""
-        if server != self.place.home:
+        if server != self.attached.home:
             return None
         values = b"".join((self._weights(), _padded(gradient)))
         return PartRequest(self._record(lrs[self.table]), 1, self._integers(), values)
 
     @property
     def _row_bytes(self) -> int:
-        return self.place.config.embedding_dim * self.place.config.dtype.itemsize
+        return self.attached.config.embedding_dim * self.attached.config.dtype.itemsize
 
     def _record(self, lr: float) -> bytes:
-        config, bags = self.place.config, self.input
+        config, bags = self.attached.config, self.input
         return pack_section(
             Section(
-                self.place.numbers[self.place.home],
+                self.attached.numbers[self.attached.home],
                 Form.BAGS,
                 DTYPES[config.dtype],
                 bags.count,

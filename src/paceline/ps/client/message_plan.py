@@ -4,7 +4,7 @@ Called by ``ps/client/table_set.py`` and ``ps/client/row_io.py``. The native cor
 (``native/ps/plan.c``) does all of it in one call. Where there is none, and where it refuses, numpy
 does the same (``ps/client/row_plan.py``), and says what is wrong.
 
-[Note: side by side]
+[Note: shared bags]
 Tables that all got the very same bags have the same distinct ids. Their rows can stand side by side
 in one line for each id, and so can their gradients: one table that is ``tables`` times as wide. To
 its ids torch's backward does what it does to those of each table by itself
@@ -14,6 +14,7 @@ times.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,6 +29,23 @@ from paceline.ps.client.row_plan import DistinctRows, Flags, Ints
 from paceline.ps.client.table_group import Group
 from paceline.ps.protocol.wire import RECORD, Frame
 
+_INT = struct.Struct("<q")
+PLAN_HEAD = struct.Struct("<8q")
+"""``PlanHead``; ``pl_plan_head`` in ``native/ps/plan.h``."""
+
+
+class PlanHead(NamedTuple):
+    """Where the arrays of a native plan begin in its memory, counted in int64."""
+
+    places: int
+    bag_of: int
+    offsets: int
+    ranks: int
+    gather: int
+    ids: int
+    starts: int
+    end: int
+
 
 class RowsRequest(NamedTuple):
     """What one server is sent.
@@ -35,14 +53,17 @@ class RowsRequest(NamedTuple):
     Args:
         lookup: The records of a lookup.
         push: Those of a push, if the learning rates are still the same.
-        sections: How many records.
         ids: As they are sent.
     """
 
     lookup: bytes
     push: bytes
-    sections: int
     ids: Frame
+
+    @property
+    def sections(self) -> int:
+        """How many records."""
+        return len(self.lookup) // RECORD.itemsize
 
 
 class Plan:
@@ -59,13 +80,15 @@ class Plan:
         offsets: Where bags begin in that, one table after the other; none for ``nn.Embedding``.
         bag_of: For each id, the bag it is in; None: not computed.
         counts: How many rows each server has.
-        is_abreast: See the note; False also where it was not computed.
+        has_shared_bags: See the note; False also where it was not computed.
+        found: The same in numpy, for what is rare.
     """
 
     places: Tensor
     offsets: Tensor
     bag_of: Tensor | None = None
-    is_abreast = False
+    has_shared_bags = False
+    found: DistinctRows
 
     def __init__(
         self,
@@ -82,19 +105,14 @@ class Plan:
         self.counts = tuple([0 if each is None else len(each.ids) // 8 for each in shares])
 
     @property
-    def twice(self) -> Flags:
+    def has_pairs(self) -> Flags:
         """Which tables have an id twice or more often."""
         return np.frombuffer(self.repeats, np.bool_, self.tables)
 
     @property
-    def thrice(self) -> Flags:
+    def has_triples(self) -> Flags:
         """The same for three times."""
         return np.frombuffer(self.repeats, np.bool_, self.tables, self.tables)
-
-    @property
-    def found(self) -> DistinctRows:
-        """The same in numpy, for what is rare."""
-        raise NotImplementedError
 
 
 class NumpyPlan(Plan):
@@ -104,73 +122,70 @@ class NumpyPlan(Plan):
         found = group.layout.find([each.ids_array for each in inputs])
         records = np.frombuffer(templates, RECORD).reshape(len(group.records), -1)
         shares = [_share(found, server, mine) for server, mine in enumerate(records)]
-        repeats = found.twice.tobytes() + found.thrice.tobytes()
+        repeats = found.has_pairs.tobytes() + found.has_triples.tobytes()
         super().__init__(templates, shares, repeats, len(found.ids))
         self.places = torch.from_numpy(found.inverse)
         self.offsets = torch.from_numpy(_offsets(inputs))
-        self._found = found
-
-    @property
-    def found(self) -> DistinctRows:
-        """All there is."""
-        return self._found
+        self.found = found
 
 
 class NativePlan(Plan):
-    """A plan by the native core. Its arrays are parts of one memory, in the order of ``lay_out``.
+    """A plan by the native core: arrays in one memory, which begins with a ``PlanHead``.
 
     Args:
         templates: See the base.
-        first: How many ids the first table has.
+        has_shared_bags: See the base.
         found: What the core returned.
     """
 
-    def __init__(self, templates: bytes, first: int, found: Any) -> None:
-        self._memory, ids, bags, distinct, shares, repeats, self.is_abreast = found
+    def __init__(self, templates: bytes, has_shared_bags: bool, found: Any) -> None:
+        self._memory, shares, repeats = found
+        self._at = at = PlanHead._make(PLAN_HEAD.unpack_from(self._memory))
         shares = [None if share is None else RowsRequest._make(share) for share in shares]
+        (distinct,) = _INT.unpack_from(self._memory, 8 * (at.end - 1))
         super().__init__(templates, shares, repeats, distinct)
-        self._first = first
-        self._ranks_at = 2 * ids + bags
-        self._ids_at = 3 * ids + bags + first
-        self.places = self._ints(0, ids)
-        self.offsets = self._ints(2 * ids, bags)
+        self.has_shared_bags = has_shared_bags
+        self.places = self._ints(at.places, at.bag_of)
+        self.offsets = self._ints(at.offsets, at.ranks)
 
     @property
     def bag_of(self) -> Tensor:  # type: ignore[override]
         """For each id, the bag it is in."""
-        return self._ints(len(self.places), len(self.places))
+        return self._ints(self._at.bag_of, self._at.offsets)
 
     @property
     def ranks(self) -> Tensor:
-        """Abreast: for each id of the bags, which of the distinct ones it is."""
-        return self._ints(self._ranks_at, self._first)
+        """Of shared bags: for each id, which of the distinct ones it is."""
+        return self._ints(self._at.ranks, self._at.gather)
 
     @property
     def first_bag_of(self) -> Tensor:
-        """Abreast: for each id of the bags, the bag it is in."""
-        return self._ints(len(self.places), self._first)
+        """Of shared bags: for each id, the bag it is in."""
+        at = self._at
+        return self._ints(at.bag_of, at.bag_of + at.gather - at.ranks)
 
     def cut(self, lines: Tensor, row_bytes: int) -> tuple[bytes, ...]:
-        """Abreast: lines of the rows of all tables for each id, as rows for each server."""
-        first = self._ranks_at + self._first
+        """Of shared bags: lines of the rows of all tables for each id, as rows for each server."""
         found: tuple[bytes, ...] = native.gather(
-            lines.data_ptr(), row_bytes, self._memory, first, self.counts
+            lines.data_ptr(), row_bytes, self._memory, self._at.gather, self.counts
         )
         return found
 
     @cached_property
-    def found(self) -> DistinctRows:
+    def found(self) -> DistinctRows:  # type: ignore[override]
         """The same in numpy."""
-        numbers = np.frombuffer(self._memory, np.int64)
-        ids = numbers[self._ids_at :][: self.distinct]
-        starts = numbers[self._ids_at + len(self.places) :]
-        inverse = numbers[: len(self.places)]
-        return DistinctRows(ids, inverse, starts, self.tables, self.twice, self.thrice)
+        numbers, at = np.frombuffer(self._memory, np.int64), self._at
+        ids, inverse = numbers[at.ids :][: self.distinct], numbers[at.places : at.bag_of]
+        return DistinctRows(
+            ids, inverse, numbers[at.starts :], self.tables, self.has_pairs, self.has_triples
+        )
 
-    def _ints(self, at: int, count: int) -> Tensor:
-        if not count:
+    def _ints(self, start: int, stop: int) -> Tensor:
+        if start == stop:
             return torch.empty(0, dtype=torch.int64)
-        return torch.frombuffer(self._memory, dtype=torch.int64, count=count, offset=8 * at)
+        return torch.frombuffer(
+            self._memory, dtype=torch.int64, count=stop - start, offset=8 * start
+        )
 
 
 def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> Plan:
@@ -181,10 +196,11 @@ def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> P
     """
     templates = group.templates(lrs)
     if native is not None:
-        spots = [each.spot for each in inputs]
-        found = native.plan(group.layout.packed, templates, spots)
+        batches = [each.packed for each in inputs]
+        is_shared = inputs[0].bags > 0 and 1 < len(batches) == batches.count(batches[0])
+        found = native.plan(group.layout.packed, templates, b"".join(batches), is_shared)
         if found is not None:
-            return NativePlan(templates, spots[0][1], found)
+            return NativePlan(templates, is_shared, found)
     return NumpyPlan(group, inputs, templates)
 
 
@@ -199,7 +215,7 @@ def _share(found: DistinctRows, server: int, templates: np.ndarray) -> RowsReque
     lookup = push.copy()
     lookup["lr"] = 0.0
     ids = found.ids[low : low + int(counts.sum())]
-    return RowsRequest(lookup.tobytes(), push.tobytes(), len(push), ids.data.cast("B"))
+    return RowsRequest(lookup.tobytes(), push.tobytes(), ids.data.cast("B"))
 
 
 def _offsets(inputs: Sequence[FlatBags]) -> Ints:

@@ -13,7 +13,7 @@ from paceline.errors import ConfigurationError
 from paceline.ps.client.connection import Servers
 from paceline.ps.client.table_config import TableConfig
 from paceline.ps.client.table_group import AttachedTable
-from paceline.ps.protocol.table_spec import Sharding
+from paceline.ps.protocol.table_spec import Shard, Sharding
 from paceline.ps.protocol.wire import Kind
 
 
@@ -85,5 +85,5 @@ def _is_whole(config: TableConfig) -> bool:
 
 def _request(config: TableConfig, server: int, servers: int) -> dict[str, object]:
     index, count = (0, 1) if _is_whole(config) else (server, servers)
-    shard = {"sharding": config.sharding, "index": index, "count": count}
-    return {"table": config.spec().to_json(), "shard": shard}
+    shard = Shard(Sharding(config.sharding), index, count)
+    return {"table": config.spec().to_json(), "shard": shard.to_json()}

@@ -75,7 +75,9 @@ def check_refused(channels: Iterable[Channel], what: str) -> None:
         return
     channel, first = found[0]
     tables = named(channel, first)
-    raise PushRefusedError(
+    raise channel.server.error(
+        PushRefusedError,
+        what,
         f"before this {what}, "
         + "; ".join(describe(*each) for each in found)
         + ". These gradients are not in the tables; all other pushes are",
@@ -84,9 +86,6 @@ def check_refused(channels: Iterable[Channel], what: str) -> None:
         code=str(first.reason.get("code", "")),
         id=first.reason.get("id"),
         table=first.reason.get("table") or (tables[0] if tables else None),
-        server=channel.index,
-        address=channel.address,
-        operation=what,
     )
 
 
@@ -96,8 +95,8 @@ def describe(channel: Channel, refused: Refused) -> str:
     ids = ", ".join(map(str, refused.ids))
     rows = f" ({refused.rows} rows of {tables}; ids {ids}, ...)" if refused.rows else ""
     return (
-        f"server {channel.index} ({channel.address}) refused {refused.pushes} of this trainer's "
-        f"pushes{rows}: {refused.reason.get('text')}"
+        f"{channel.server} refused {refused.pushes} of this trainer's pushes{rows}: "
+        f"{refused.reason.get('text')}"
     )
 
 

@@ -27,7 +27,7 @@ def read_rows(tables: TableSet, table: int, ids: Tensor) -> Tensor:
     Raises:
         IdRangeError: An id is outside of the table.
     """
-    config = tables.places[table].config
+    config = tables.attached[table].config
     flat = flat_ids(config.name, ids)
     rows = torch.empty((flat.count, config.embedding_dim), dtype=config.dtype)
     step = _piece(tables, table)
@@ -47,7 +47,7 @@ def write_rows(tables: TableSet, table: int, ids: Tensor, rows: Tensor) -> None:
         BagsError: An id comes twice.
         CollectiveInputError: The rows do not fit.
     """
-    config = tables.places[table].config
+    config = tables.attached[table].config
     flat = flat_ids(config.name, ids)
     expected = (flat.count, config.embedding_dim)
     if tuple(rows.shape) != expected or rows.dtype != config.dtype:
@@ -85,5 +85,5 @@ def _part(tables: TableSet, table: int, flat: FlatBags, low: int, high: int) -> 
 
 
 def _piece(tables: TableSet, table: int) -> int:
-    config = tables.places[table].config
+    config = tables.attached[table].config
     return max(1, PIECE_BYTES // (config.embedding_dim * config.dtype.itemsize + 8))

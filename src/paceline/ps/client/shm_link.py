@@ -73,9 +73,9 @@ class ShmLink:
             frames: list[Frame] | None = self._pair.receive()
             if frames is None:
                 self.wake()
-                has_news = self._pair.wait(self._listener, timeout_ms)
+                has_event = self._pair.wait(self._listener, timeout_ms)
                 frames = self._pair.receive()
-                self.is_broken = frames is None and has_news
+                self.is_broken = frames is None and has_event
         except ValueError:
             frames, self.is_broken = None, True
         if frames is not None:

@@ -16,12 +16,7 @@ from paceline.ps.protocol.optimizers import SGD, Optimizer
 from paceline.ps.protocol.table_spec import Init, Sharding, TableSpec
 from paceline.ps.protocol.wire import Dtype
 
-DTYPES = {
-    torch.float32: Dtype.FLOAT32,
-    torch.float64: Dtype.FLOAT64,
-    torch.float16: Dtype.FLOAT16,
-    torch.bfloat16: Dtype.BFLOAT16,
-}
+DTYPES: dict[torch.dtype, Dtype] = {getattr(torch, each.name.lower()): each for each in Dtype}
 MODES = ("sum", "mean", "max")
 POOLINGS = ("auto", "trainer", "server")
 

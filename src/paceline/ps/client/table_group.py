@@ -93,7 +93,7 @@ class Group:
 
     Args:
         tables: Their indices in the module.
-        places: What they are and where.
+        attached: What they are and where.
         key: What they have in common.
 
     Attributes:
@@ -103,26 +103,26 @@ class Group:
     """
 
     def __init__(
-        self, tables: Sequence[int], places: Sequence[AttachedTable], key: GroupKey
+        self, tables: Sequence[int], attached: Sequence[AttachedTable], key: GroupKey
     ) -> None:
         self.tables = tuple(tables)
-        self.places = tuple(places)
+        self.attached = tuple(attached)
         self.key = key
         self.row_bytes = key.dim * key.dtype.itemsize
-        servers = len(places[0].numbers)
-        configs = [place.config for place in places]
+        servers = len(attached[0].numbers)
+        configs = [table.config for table in attached]
         self.layout = Layout(
             [config.name for config in configs],
             [config.num_embeddings for config in configs],
             key.sharding,
             servers,
-            [place.home for place in places],
+            [table.home for table in attached],
         )
         self._lrs: list[float] | None = None
         self._records_lrs = b""
         self.records = [self._records(server) for server in range(servers)]
         is_adam = np.array([isinstance(config.optimizer, Adam) for config in configs])
-        numbers = np.array([place.numbers for place in places])
+        numbers = np.array([table.numbers for table in attached])
         self.counts_pushes = [is_adam & (numbers[:, server] >= 0) for server in range(servers)]
         here = (numbers >= 0).sum(axis=0)
         self.least_sections = [
@@ -142,8 +142,8 @@ class Group:
         return self._records_lrs
 
     def _records(self, server: int) -> Records:
-        records = np.zeros(len(self.places), RECORD)
-        records["table"] = [max(0, place.numbers[server]) for place in self.places]
+        records = np.zeros(len(self.attached), RECORD)
+        records["table"] = [max(0, table.numbers[server]) for table in self.attached]
         records["form"] = Form.ROWS
         records["dtype"] = DTYPES[self.key.dtype]
         return records

@@ -26,9 +26,9 @@ from paceline.ps.client.message_plan import Plan, planned
 from paceline.ps.client.placement import attach
 from paceline.ps.client.prefetch import Announcements
 from paceline.ps.client.refused_pushes import check_refused
-from paceline.ps.client.row_plan import MOST_TABLES
 from paceline.ps.client.table_config import TableConfig
 from paceline.ps.client.table_group import Group, GroupKey, group_key_of
+from paceline.ps.protocol.wire import SECTIONS
 
 Batch = Mapping[int, FlatBags]
 """For each table that is asked, by its index, its input."""
@@ -52,12 +52,12 @@ class TableSet:
     def __init__(
         self, servers: Servers, configs: Sequence[TableConfig], staleness: int, grad_scale: float
     ) -> None:
-        if not 0 < len(configs) <= MOST_TABLES:
-            raise ConfigurationError(f"1 to {MOST_TABLES} tables, not {len(configs)}")
+        if not 0 < len(configs) <= SECTIONS:
+            raise ConfigurationError(f"1 to {SECTIONS} tables, not {len(configs)}")
         if staleness < 0:
             raise ConfigurationError(f"staleness is a number of pushes, not {staleness}")
         self.servers = servers
-        self.places = attach(servers, configs)
+        self.attached = attach(servers, configs)
         self.lrs = [config.optimizer.lr for config in configs]
         self.pushes = 0
         self.is_trained = True
@@ -159,7 +159,7 @@ class TableSet:
         plan = planned(group, mine, self.lrs)
         pooled = self._pooled_by_servers(group, mine, plan)
         for at in pooled:
-            yield BagsPart(group.tables[at], group.places[at], mine[at])
+            yield BagsPart(group.tables[at], group.attached[at], mine[at])
         if not pooled:
             yield RowsPart(group, plan, mine)
         elif rest := {t: inputs[t] for at, t in enumerate(group.tables) if at not in pooled}:
@@ -168,7 +168,7 @@ class TableSet:
                 yield RowsPart(smaller, planned(smaller, left, self.lrs), left)
 
     def _pooled_by_servers(self, group: Group, mine: list[FlatBags], plan: Plan) -> list[int]:
-        """Which tables of a group, by their places in it."""
+        """Which tables of a group, by where they are in it."""
         if not self._is_forced:
             most = max([each.count for each in mine])
             if most * (8 + group.row_bytes) <= WORTH_BYTES:
@@ -181,12 +181,12 @@ class TableSet:
         ]
 
     def _is_pooled_by_server(self, group: Group, at: int, bags: FlatBags, starts: Any) -> bool:
-        place = group.places[at]
+        table = group.attached[at]
         if bags.offsets is None or (bags.weights is not None and bags.weights.requires_grad):
             return False
-        if place.config.pooling == "server":
+        if table.config.pooling == "server":
             return True
-        first = place.home * len(group.tables) + at
+        first = table.home * len(group.tables) + at
         return _is_smaller(bags, int(starts[first + 1] - starts[first]), group.row_bytes)
 
     def groups_of(self, inputs: Batch) -> list[Group]:
@@ -196,10 +196,10 @@ class TableSet:
         if groups is None:
             by_key: dict[GroupKey, list[int]] = {}
             for table, bags in inputs.items():
-                key = group_key_of(table, self.places[table].config, *bags.form)
+                key = group_key_of(table, self.attached[table].config, *bags.form)
                 by_key.setdefault(key, []).append(table)
             groups = [
-                Group(tables, [self.places[table] for table in tables], key)
+                Group(tables, [self.attached[table] for table in tables], key)
                 for key, tables in by_key.items()
             ]
             if len(self._groups) >= _KEPT_GROUPS:
@@ -247,7 +247,7 @@ class _Lookup(torch.autograd.Function):
         outputs = dict(zip(exchange.tables, found, strict=True))
         pieces = [outputs[table] for table in order]
         if len({len(piece) for piece in pieces}) > 1:
-            counts = {tables.places[at].config.name: len(outputs[at]) for at in order}
+            counts = {tables.attached[at].config.name: len(outputs[at]) for at in order}
             raise BagsError(f"side by side, all tables have as many bags, not {counts}")
         ctx.widths = [piece.shape[1] for piece in pieces]
         return (torch.cat(pieces, 1),)

@@ -1,34 +1,33 @@
 """``ps.local``: servers on this host that end with whoever started them. No set-up.
 
-Called by users and tests. The servers are forked by one process of their own
+Called by users and tests. One process of their own looks after them
 (``ps/launch/supervisor.py``); this file starts it and talks to it. Must not import torch or zmq.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.errors import ConfigurationError, ServersClosedError, ServerStartError
-from paceline.forks import Owner, finalize_here, tell_children
+from paceline.forks import Owner, finalize_here
+from paceline.launch.child import Child
+from paceline.launch.fork_server import TORCH, ForkServer, shared_fork_server
+from paceline.launch.wire import EndPolicy
 from paceline.ps.protocol.settings import GIB, ServerSettings
 
 START_S = 60.0
 """So long may servers take to answer, importing torch included."""
 _END_S = 15.0
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "paceline.ps.launch.supervisor")
+_PRELOAD = "paceline.ps.launch.supervisor"
+StartMethod = Literal["spawn", "forkserver"]
 
 
 def local(
@@ -41,7 +40,7 @@ def local(
     max_bytes: int = 0,
     max_message_bytes: int = GIB,
     save_root: str | os.PathLike[str] = "/",
-    start_method: Literal["spawn", "forkserver"] = "spawn",
+    start_method: StartMethod = "spawn",
 ) -> LocalServers:
     """Start servers on this host; they end with the returned object, or with this process.
 
@@ -61,9 +60,9 @@ def local(
         max_message_bytes: See :class:`ServerSettings`.
         save_root: They save and load below this directory only. They answer programs of this user
             only, so by default that is any.
-        start_method: ``"forkserver"`` takes multiprocessing's fork server, which has imported torch
-            if it was used before: faster, and the main module needs ``if __name__ ==
-            "__main__":``. ``"spawn"`` works everywhere.
+        start_method: ``"spawn"`` imports torch in a new process. ``"forkserver"`` forks from the
+            process that ``testing.run_ranks`` forks ranks from, which has imported torch if it was
+            used before: faster.
 
     Raises:
         ConfigurationError: An argument is wrong.
@@ -75,7 +74,7 @@ def local(
         raise ConfigurationError(
             "restart=True without a directory: a server that comes back empty is no help"
         )
-    if start_method not in _LAUNCHERS:
+    if start_method not in get_args(StartMethod):
         raise ConfigurationError(f'start_method is "spawn" or "forkserver", not {start_method!r}')
     sockets = Path(tempfile.mkdtemp(prefix="paceline-ps-"))  # only this user may enter it
     try:
@@ -91,7 +90,7 @@ def local(
             )
             for index in range(n)
         ]
-        return LocalServers(settings, sockets, restart, _LAUNCHERS[start_method])
+        return LocalServers(settings, sockets, restart, start_method)
     except BaseException:
         shutil.rmtree(sockets, ignore_errors=True)
         raise
@@ -109,15 +108,16 @@ class LocalServers:
         settings: list[ServerSettings],
         sockets: Path,
         restart: bool,
-        launch: Callable[[bytes], tuple[Connection, Any]],
+        start_method: StartMethod,
     ) -> None:
         self.addresses = [each.address for each in settings]
-        servers = [dataclasses.asdict(each) for each in settings]
-        order = {"restart": restart, "sockets": str(sockets), "servers": servers}
-        self._pipe, process = launch(json.dumps(order, default=str).encode())
+        own = ForkServer([*TORCH, _PRELOAD], path=sys.path) if start_method == "spawn" else None
+        server = own or shared_fork_server([_PRELOAD])
+        child = server.fork(EndPolicy(first=None, grace_s=_END_S), may_fork=True)
+        self._pipe = child.pipe
         self._owner = Owner()
-        self._finalizer = finalize_here(self, _end, self._pipe, process, sockets)
-        tell_children(self)
+        self._finalizer = finalize_here(self, _end, child, own, sockets)
+        child.run(_run_supervisor, settings, restart, sockets)
         try:
             self._start(range(len(settings)))
         except BaseException:
@@ -145,10 +145,6 @@ class LocalServers:
             ServerStartError: It cannot.
         """
         self._start([index])
-
-    def let_go(self) -> None:
-        """In a forked child: the supervisor ends when nobody has this end of the pipe any more."""
-        self._pipe.close()
 
     def close(self) -> None:
         """End all servers, those with a directory after a last snapshot. Idempotent."""
@@ -195,68 +191,18 @@ class LocalServers:
             waiting.discard(words["index"])
 
 
-def _end(pipe: Connection, process: Any, sockets: Path) -> None:
-    pipe.close()  # the supervisor reads its end, and ends
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(_END_S)
-    shutil.rmtree(sockets, ignore_errors=True)
-
-
-def _spawn(order: bytes) -> tuple[Connection, Any]:
-    """A new interpreter."""
-    pipe, far_end = multiprocessing.Pipe()
-    command = [sys.executable, "-m", "paceline.ps.launch.supervisor", str(far_end.fileno())]
-    environ = dict(os.environ)
-    # Found where we were found, installed or not.
-    environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    with far_end:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[far_end.fileno()],
-            env=environ,
-            start_new_session=True,  # Ctrl-C is for the owner
-        )
-    with contextlib.suppress(OSError):  # it is dead already: seen at the first answer
-        pipe.send_bytes(order)
-    return pipe, process
-
-
-class _ForkServerProcess:
-    """A process of multiprocessing, with the two methods of ``Popen`` that are needed."""
-
-    def __init__(self, far_end: Connection, order: bytes) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOAD))  # no effect once the fork server runs
-        self._process = context.Process(target=_run_supervisor, args=(far_end, order))
-        self._process.start()
-
-    def wait(self, timeout_s: float) -> None:
-        self._process.join(timeout_s)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("servers", timeout_s)
-        self._process.close()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _run_supervisor(pipe: Connection, order: bytes) -> None:
+def _run_supervisor(pipe: Connection, *arguments: Any) -> None:
     from paceline.ps.launch.supervisor import run_supervisor  # brings torch with it
 
-    run_supervisor(pipe, order)
+    run_supervisor(pipe, *arguments)
 
 
-def _fork_from_server(order: bytes) -> tuple[Connection, Any]:
-    pipe, far_end = multiprocessing.Pipe()
-    with far_end:
-        return pipe, _ForkServerProcess(far_end, order)
-
-
-_LAUNCHERS: dict[str, Callable[[bytes], tuple[Connection, Any]]] = {
-    "spawn": _spawn,
-    "forkserver": _fork_from_server,
-}
+def _end(child: Child, server: ForkServer | None, sockets: Path) -> None:
+    child.pipe.close()  # the supervisor reads its end, and ends
+    if child.wait(_END_S) is None:
+        child.kill()
+        child.wait()
+    child.close()
+    if server is not None:
+        server.close()
+    shutil.rmtree(sockets, ignore_errors=True)

@@ -1,14 +1,12 @@
-"""One process that has imported torch and forks servers, for ``ps.local``.
+"""One process that starts, watches and restarts servers, for ``ps.local``.
 
-Started by ``ps/launch/local.py``, which talks to it over a pipe: JSON in both directions. Importing
-torch takes more than a second; a fork takes milliseconds, so n servers start, and a killed one
-comes back, as fast as one. When the owner's end of the pipe closes, all servers end, and then this
-process. Must not open a ZeroMQ context: a fork would inherit it.
+A child of a fork server (:mod:`paceline.launch`), which has torch imported and forks the servers
+too: n servers start, and a killed one comes back, as fast as one. ``ps/launch/local.py`` talks to
+it over its pipe: JSON in both directions. When the owner's end of the pipe closes, all servers end,
+and then this process.
 
-[Note: two pipes for each server]
-Its *life* pipe has its first words (an address, or why it could not start), and then stays open:
-end of file means that it is dead. Its *owner* pipe is held by this process: a server that reads its
-end ends. So neither outlives the other unnoticed, however it was killed.
+A server says its first words over its pipe (an address, or why it could not start), and then holds
+it: when it reads its end, it ends. So it does not outlive this process, however that was killed.
 """
 
 from __future__ import annotations
@@ -16,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 import signal
-import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -28,6 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.launch.child import Child
+from paceline.launch.exits import leave
+from paceline.launch.fork_server import ForkServer, shared_fork_server
+from paceline.launch.wire import EndPolicy
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.server.process import serve, set_up_logging
 
@@ -40,12 +40,10 @@ _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
 @dataclass
-class Child:
+class Server:
     """A server that runs."""
 
-    pid: int
-    life: Connection
-    owner: Connection
+    child: Child
     address: str = ""
 
 
@@ -62,7 +60,8 @@ class Supervisor:
         self._pipe = pipe
         self._settings = settings
         self._restart = restart
-        self._children: dict[int, Child] = {}
+        self._fork_server: ForkServer = shared_fork_server()
+        self._servers: dict[int, Server] = {}
         self._asked: set[int] = set()  # orders that were not answered yet
         self._again_at_s: dict[int, float] = {}
         self._pause_s: dict[int, float] = {}
@@ -76,11 +75,12 @@ class Supervisor:
             self._end_all()
 
     def _wait_once(self) -> bool:
-        lives = {child.life: index for index, child in self._children.items()}
-        ready = wait([self._pipe, *lives], self._until_next())
-        for life in ready:
-            if life is not self._pipe:
-                self._hear(lives[life])  # type: ignore[index]
+        signs: dict[Any, int] = {}
+        for index, server in self._servers.items():
+            signs |= {server.child.pipe: index, server.child.sentinel: index}
+        ready = wait([self._pipe, *signs], self._until_next())
+        for index in {signs[sign] for sign in ready if sign is not self._pipe}:
+            self._hear(index)
         for index in [i for i, at_s in self._again_at_s.items() if time.monotonic() >= at_s]:
             del self._again_at_s[index]
             self._start(index)
@@ -97,49 +97,45 @@ class Supervisor:
         except (EOFError, OSError):
             return False
         index = order["index"]
-        child = self._children.get(index)
+        server = self._servers.get(index)
+        self._asked.add(index)
         if order["do"] == "kill":
-            self._asked.add(index)
-            if child is None:
+            if server is None:
                 self._tell(index, {"died": 0})
             else:
-                os.kill(child.pid, signal.SIGKILL)
-        elif child is None:
-            self._asked.add(index)
+                server.child.send_signal(signal.SIGKILL)
+        elif server is None:
             self._again_at_s.pop(index, None)
             self._start(index)
-        elif child.address:
-            self._asked.add(index)
-            self._tell(index, {"address": child.address})
-        else:
-            self._asked.add(index)  # it is on its way
+        elif server.address:  # else it is on its way
+            self._tell(index, {"address": server.address})
         return True
 
     def _start(self, index: int) -> None:
-        life, far_life = _pipe()
-        far_owner, owner = _pipe()
-        pid = os.fork()
-        if pid == 0:
-            _be_server(self._settings[index], far_life.fileno(), far_owner.fileno())
-        far_life.close()
-        far_owner.close()
-        self._children[index] = Child(pid, life, owner)
+        child = self._fork_server.fork(EndPolicy(first=None, grace_s=END_S))
+        child.run(run_server, self._settings[index])
+        assert child.pid
+        self._servers[index] = Server(child)
 
     def _hear(self, index: int) -> None:
         """A server has said its first words, or is dead."""
-        child = self._children[index]
+        server = self._servers[index]
+        words: dict[str, Any] = {"pid": server.child.pid}
         try:
-            words = json.loads(child.life.recv_bytes())
+            if not server.child.pipe.poll():
+                raise EOFError  # a child of its own holds the pipe
+            words |= json.loads(server.child.pipe.recv_bytes())
             if "error" in words and index not in self._asked:
-                what = "has ended" if child.address else "did not start"
+                what = "has ended" if server.address else "did not start"
                 log.error("server %d %s: %s", index, what, words["error"])
-            child.address = words.get("address", "")
+            server.address = words.get("address", "")
         except (EOFError, OSError):
-            words = {"died": _reap(child)}
-            self._let_go(index)
+            words["died"] = server.child.wait()
+            del self._servers[index]
+            server.child.close()
             if self._restart:
                 self._restart_later(index, by_itself=words["died"] not in _FROM_OUTSIDE)
-        self._tell(index, {"pid": child.pid, **words})
+        self._tell(index, words)
 
     def _restart_later(self, index: int, by_itself: bool) -> None:
         """At once if somebody killed it; a server that fails by itself is tried less and less."""
@@ -157,96 +153,46 @@ class Supervisor:
             with contextlib.suppress(OSError):  # the owner is gone, which is seen where it is read
                 self._pipe.send_bytes(json.dumps({"index": index, **words}).encode())
 
-    def _let_go(self, index: int) -> None:
-        child = self._children.pop(index)
-        child.life.close()
-        child.owner.close()
-
     def _end_all(self) -> None:
-        for child in self._children.values():
-            child.owner.close()
+        children = [server.child for server in self._servers.values()]
+        for child in children:
+            child.pipe.close()
         until_s = time.monotonic() + END_S
-        for child in self._children.values():
-            with contextlib.suppress(EOFError, OSError):
-                while child.life.poll(max(0.0, until_s - time.monotonic())):
-                    child.life.recv_bytes()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
-            _reap(child)
-            child.life.close()
+        for child in children:
+            if child.wait(until_s - time.monotonic()) is None:
+                child.kill()
+                child.wait()
+            child.close()
 
 
-def _be_server(settings: ServerSettings, life_fd: int, owner_fd: int) -> None:
-    """The life of a forked server. Does not return."""
-    code = 1
+def run_server(pipe: Connection, settings: ServerSettings) -> None:
+    """The life of a server."""
+    set_up_logging()
     try:
-        _close_others(life_fd, owner_fd)
-        life = Connection(life_fd)
-        try:
-            serve(
-                settings,
-                lambda address: life.send_bytes(json.dumps({"address": address}).encode()),
-                owner_fd,
-                ignore_interrupt=True,
-            )
-            code = 0
-        except PacelineError as error:
-            life.send_bytes(json.dumps({"error": str(error)}).encode())
+        serve(
+            settings,
+            lambda address: pipe.send_bytes(json.dumps({"address": address}).encode()),
+            pipe.fileno(),
+            ignore_interrupt=True,
+        )
+    except PacelineError as error:
+        pipe.send_bytes(json.dumps({"error": str(error)}).encode())
+        leave(1)
     except BaseException:
         traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+        leave(1)
+    leave(0)
 
 
-def _close_others(*keep: int) -> None:
-    """Close what belongs to the supervisor and to other servers."""
-    start = 3
-    for descriptor in sorted(keep):
-        os.closerange(start, descriptor)
-        start = descriptor + 1
-    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
-
-
-def _pipe() -> tuple[Connection, Connection]:
-    reader, writer = os.pipe()
-    return Connection(reader, writable=False), Connection(writer, readable=False)
-
-
-def _reap(child: Child) -> int:
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-    except ChildProcessError:
-        return 0
-
-
-def run_supervisor(pipe: Connection, order: bytes) -> None:
-    """The whole life of the process; ``order`` is JSON from ``ps/launch/local.py``."""
+def run_supervisor(
+    pipe: Connection, settings: list[ServerSettings], restart: bool, sockets: Path
+) -> None:
+    """The whole life of the process; ``sockets`` is the servers' directory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging()
-    found = json.loads(order)
-    settings = [_settings(fields) for fields in found["servers"]]
     try:
-        Supervisor(pipe, settings, found["restart"]).run()
+        Supervisor(pipe, settings, restart).run()
     finally:
         # The owner does so as well, unless it was killed.
-        shutil.rmtree(found["sockets"], ignore_errors=True)
-
-
-def _settings(fields: dict[str, Any]) -> ServerSettings:
-    for name in ("directory", "keys", "save_root"):
-        if fields.get(name) is not None:
-            fields[name] = Path(fields[name])
-    return ServerSettings(**fields)
-
-
-def main() -> None:
-    """Entry of ``python -m paceline.ps.launch.supervisor FD``; the first message is the order."""
-    pipe = Connection(int(sys.argv[1]))
-    run_supervisor(pipe, pipe.recv_bytes())
-    sys.stderr.flush()
-    os._exit(0)  # to take torch down takes half a second, which the owner would wait for
-
-
-if __name__ == "__main__":
-    main()
+        shutil.rmtree(sockets, ignore_errors=True)
+    leave(0)

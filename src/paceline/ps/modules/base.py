@@ -71,13 +71,13 @@ class ServedModule(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """All that ``state_dict`` has: names and learning rates; ``servers.save`` is for tables."""
         return {
-            "tables_are_on_servers": [place.config.name for place in self._tables.places],
+            "tables_are_on_servers": [table.config.name for table in self._tables.attached],
             "lr": list(self._tables.lrs),
         }
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take the learning rates; ``servers.load`` takes the tables."""
-        names = [place.config.name for place in self._tables.places]
+        names = [table.config.name for table in self._tables.attached]
         if state.get("tables_are_on_servers") != names:
             raise ConfigurationError(
                 f"this state is of tables {state.get('tables_are_on_servers')}, and the module has "
@@ -92,7 +92,7 @@ class ServedModule(nn.Module):
         )
 
     def _index(self, name: str) -> int:
-        names = [place.config.name for place in self._tables.places]
+        names = [table.config.name for table in self._tables.attached]
         if name not in names:
             raise ConfigurationError(f"there is no table {name!r}; there are {names}")
         return names.index(name)

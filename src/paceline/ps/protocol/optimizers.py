@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -13,7 +14,22 @@ from paceline.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class SGD:
+class _Policy:
+    """What all optimizers check: numbers are finite, and not negative."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_number = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+            if not is_number and field.name != "betas":
+                raise ConfigurationError(
+                    f"{type(self).__name__}: {field.name} must be a number of at least 0, and is "
+                    f"{value!r}"
+                )
+
+
+@dataclass(frozen=True)
+class SGD(_Policy):
     """``torch.optim.SGD`` without momentum.
 
     Args:
@@ -22,12 +38,9 @@ class SGD:
 
     lr: float = 0.01
 
-    def __post_init__(self) -> None:
-        _check(self, "lr")
-
 
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(_Policy):
     """``torch.optim.Adagrad``: one sum of squares for each value.
 
     Args:
@@ -40,12 +53,9 @@ class Adagrad:
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self, "lr", "eps", "initial_accumulator_value")
-
 
 @dataclass(frozen=True)
-class RowwiseAdagrad:
+class RowwiseAdagrad(_Policy):
     """Adagrad with one sum for each row: the mean of the squares of its gradient.
 
     Args:
@@ -58,12 +68,9 @@ class RowwiseAdagrad:
     eps: float = 1e-10
     initial_accumulator_value: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self, "lr", "eps", "initial_accumulator_value")
-
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(_Policy):
     """``torch.optim.SparseAdam``: only rows with a gradient move, the step counts pushes.
 
     Args:
@@ -77,7 +84,7 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        _check(self, "lr", "eps")
+        super().__post_init__()
         first, second = self.betas
         if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
             raise ConfigurationError(
@@ -89,12 +96,3 @@ Optimizer = SGD | Adagrad | RowwiseAdagrad | Adam
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.__name__: kind for kind in (SGD, Adagrad, RowwiseAdagrad, Adam)
 }
-
-
-def _check(policy: object, *names: str) -> None:
-    for name in names:
-        value = getattr(policy, name)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-            raise ConfigurationError(
-                f"{type(policy).__name__}: {name} must be a number of at least 0, and is {value!r}"
-            )

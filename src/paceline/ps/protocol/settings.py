@@ -70,7 +70,7 @@ class ServerSettings:
         return self.address.startswith(TCP)
 
     @property
-    def save_place(self) -> Path | None:
+    def allowed_save_root(self) -> Path | None:
         """Where SAVE and LOAD are allowed."""
         if self.save_root is not None or self.directory is None:
             return self.save_root

@@ -20,6 +20,7 @@ from paceline.ps.protocol.wire import Dtype
 NAME_LENGTH = 200
 ROWS = 1 << 40
 DIM = 1 << 16
+SHARDS = 4096
 
 
 class Sharding(enum.Enum):
@@ -143,8 +144,27 @@ class Shard:
     count: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count <= 4096:
+        if not 0 <= self.index < self.count <= SHARDS:
             raise ConfigurationError(f"shard {self.index} of {self.count} does not exist")
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {"sharding": self.sharding.value, "index": self.index, "count": self.count}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Shard:
+        """The inverse of ``to_json``.
+
+        Raises:
+            ConfigurationError: It is none.
+        """
+        try:
+            index, count = found["index"], found["count"]
+            _check_range("a shard", "index", index, 0, SHARDS)
+            _check_range("a shard", "count", count, 1, SHARDS)
+            return cls(Sharding(found["sharding"]), index, count)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"no description of a shard: {error!r:.200}") from None
 
 
 def _check_name(name: Any) -> None:

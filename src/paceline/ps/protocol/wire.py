@@ -102,7 +102,7 @@ class Kind(enum.IntEnum):
 
 DATA = frozenset({Kind.LOOKUP, Kind.PUSH, Kind.WRITE, Kind.FOUND})
 SEQUENCED = frozenset({Kind.ATTACH, Kind.PUSH, Kind.WRITE, Kind.LOAD})
-LATER = frozenset({Kind.SAVE, Kind.STAGE})
+DEFERRED = frozenset({Kind.SAVE, Kind.STAGE})
 """Answered when they are done, which may be after what was asked later."""
 
 
@@ -264,26 +264,10 @@ def read_head(frame: Frame) -> tuple[Head, memoryview]:
     return _unpack_head(first)[0], first[HEAD.size :]
 
 
-def pack_request(
-    kind: Kind, request: int, client: bytes, sequence: int, sections: int, tail: bytes
-) -> bytes:
-    """The first frame of a message: its head, and what follows."""
-    return HEAD.pack(MAGIC, VERSION, kind, 0, request, client, sequence, sections, 0) + tail
-
-
-def read_reply(frame: Frame) -> tuple[Kind, int]:
-    """The kind of a message, and which request it answers.
-
-    Raises:
-        WireError: It is none.
-    """
-    kind, request, _, _, _ = _unpack_fields(memoryview(frame))
-    return kind, request
-
-
-def rest_of(frame: Frame) -> memoryview:
-    """What follows the head in the first frame."""
-    return memoryview(frame)[HEAD.size :]
+def control_of(frame: Frame) -> dict[str, Any]:
+    """The JSON in the first frame of a control message whose head has been read."""
+    found: dict[str, Any] = json.loads(bytes(memoryview(frame)[HEAD.size :]))
+    return found
 
 
 def is_repeated(frame: Frame, kind: Kind, records: bytes) -> bool:
@@ -304,11 +288,6 @@ _NOTHING = memoryview(b"")
 
 
 def _unpack_head(frame: memoryview) -> tuple[Head, int]:
-    kind, request, client, sequence, sections = _unpack_fields(frame)
-    return Head(kind, request, client, sequence), sections
-
-
-def _unpack_fields(frame: memoryview) -> tuple[Kind, int, bytes, int, int]:
     if len(frame) < HEAD.size:
         raise WireError(f"{len(frame)} bytes are too few for a head of {HEAD.size}")
     magic, version, kind, flags, request, client, sequence, sections, reserved = HEAD.unpack_from(
@@ -325,7 +304,7 @@ def _unpack_fields(frame: memoryview) -> tuple[Kind, int, bytes, int, int]:
         raise WireError(f"unknown kind {kind}")
     if (found in SEQUENCED) != (sequence > 0):
         raise WireError(f"{found.name} with sequence number {sequence}")
-    return found, request, client, sequence, sections
+    return Head(found, request, client, sequence), sections
 
 
 def _unpack_control(text: memoryview, frames: Sequence[Frame], sections: int) -> Mapping[str, Any]:

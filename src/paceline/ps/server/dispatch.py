@@ -30,13 +30,13 @@ from paceline.ps.protocol.wire import (
 )
 from paceline.ps.server.loads import Loads
 from paceline.ps.server.refusal_log import RefusalLog
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.clients import Admission
 from paceline.ps.state.plain_messages import Append
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
-from paceline.ps.storage.faults import Place, reach
+from paceline.ps.storage.faults import FaultPoint, reach
 from paceline.ps.storage.save import save_id, save_job, tidy_job
 
 log = logging.getLogger("paceline.ps")
@@ -78,7 +78,7 @@ class Handler:
         append: Journals a message that was checked, before it is applied; None without a directory.
     """
 
-    def __init__(self, store: Store, durable: Durable | None, place: SavePlace) -> None:
+    def __init__(self, store: Store, durable: Durable | None, place: SaveRoot) -> None:
         self.store = store
         self._durable = durable
         self.append: Append | None = None if durable is None else durable.append_checked
@@ -98,7 +98,7 @@ class Handler:
         plain = self.store.answer_plain(frames, self.append)
         if plain is not None:
             if len(plain) == 1:  # DONE
-                reach(Place.APPLIED)
+                reach(FaultPoint.APPLIED)
             return plain
         try:
             message = unpack(frames)
@@ -155,7 +155,7 @@ class Handler:
     def _change(self, message: Message, frames: list[Frame]) -> dict[str, Any]:
         """Check, journal, do: in this order (decision 0007)."""
         store, head = self.store, message.head
-        if store.admit(head) is Admission.AGAIN:
+        if store.clients.admit(head) is Admission.AGAIN:
             return store.repeat(message)
         try:
             if head.kind is Kind.LOAD:
@@ -169,7 +169,7 @@ class Handler:
         if self.append is not None:
             self.append(frames)
         done = store.commit(head, change)
-        reach(Place.APPLIED)
+        reach(FaultPoint.APPLIED)
         return done
 
     def _welcome(self, head: Head, control: Mapping[str, Any]) -> dict[str, Any]:

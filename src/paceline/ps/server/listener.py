@@ -9,7 +9,7 @@ for one (``accept`` with EMFILE). So it must not come to that, whatever the serv
   while nobody comes.
 - When a connection was accepted, it counts descriptors every millisecond until the number stays the
   same, without the lock of the interpreter, which the server's loop may hold for long
-  (``native/ps/guard.c``; without a native core it counts once for each news).
+  (``native/ps/guard.c``; without a native core it counts once for each event).
 - When too many are in use, it renames the socket's file: nobody finds it any more, and trainers
   try again. What libzmq may still accept then is the queue of the kernel, ``_BACKLOG``, and what it
   accepted before the thread was awake: the reserve of ``ps/server/descriptors.py`` is for those.
@@ -49,7 +49,7 @@ class SocketFile:
 
     Args:
         path: Of the socket; a file that a killed server left is replaced.
-        room: Of the process.
+        descriptors: Of the process.
 
     Raises:
         OSError: The socket cannot be made.
@@ -79,7 +79,7 @@ class SocketFile:
         """
         self._monitor = monitor
         self._thread = threading.Thread(
-            target=self._watch, args=(note,), name="paceline-ps-socket file", daemon=True
+            target=self._watch, args=(note,), name="paceline-ps-socket-file", daemon=True
         )
         self._thread.start()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.ps.protocol.wire import Message
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
@@ -36,7 +36,7 @@ class Loads:
         place: Where clients may load from.
     """
 
-    def __init__(self, store: Store, durable: Durable | None, place: SavePlace) -> None:
+    def __init__(self, store: Store, durable: Durable | None, place: SaveRoot) -> None:
         self._store = store
         self._durable = durable
         self._place = place

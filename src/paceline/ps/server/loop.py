@@ -35,7 +35,7 @@ from paceline.ps.server.shm_listener import FULL, MOST, ShmListener, ShmTrainer
 from paceline.ps.server.zmq_socket import AGAIN_MS, ServerSocket
 from paceline.ps.state.refusal import Refusal
 from paceline.ps.storage.durable import Durable
-from paceline.ps.storage.faults import Place, reach
+from paceline.ps.storage.faults import FaultPoint, reach
 
 log = logging.getLogger("paceline.ps")
 
@@ -148,7 +148,7 @@ class Server:
     def _serve_trainers(self, listener: ShmListener, ready: Mapping[Any, int]) -> None:
         """Handle what is in shared memory, and who comes and goes."""
         if listener.event in ready:
-            listener.rise()
+            listener.clear_event()
         answers: Answers = []
         for trainer in list(listener.trainers.values()):
             self._drain(listener, trainer, answers)
@@ -236,16 +236,16 @@ class Server:
     def _send(self, to: To, frames: list[Frame]) -> None:
         if isinstance(to, ShmTrainer):
             if to.send(frames):
-                reach(Place.SENT)
+                reach(FaultPoint.SENT)
                 return
-            to = self._way_around(to)
+            to = self._zmq_route(to)
         try:
             self._socket.send_multipart([to, *frames], zmq.NOBLOCK, copy=False)
-            reach(Place.SENT)
+            reach(FaultPoint.SENT)
         except zmq.ZMQError:  # it does not read, or is gone
             self._handler.dropped += 1
 
-    def _way_around(self, trainer: ShmTrainer) -> bytes:
+    def _zmq_route(self, trainer: ShmTrainer) -> bytes:
         """Where a reply goes that is too large for shared memory: the trainer is told to look.
 
         If not even that can be said, it has not read for long: it loses its memory, notices, and
@@ -259,7 +259,11 @@ class Server:
         return b""
 
     def _until_timer_ms(self) -> int | None:
-        if self._listener is not None and self._native is None and not self._listener.rest():
+        if (
+            self._listener is not None
+            and self._native is None
+            and not self._listener.prepare_sleep()
+        ):
             return 0
         again_ms = AGAIN_MS if self._server_socket.is_shut else None
         if not self._settings.snapshot_every_s or self._durable is None:

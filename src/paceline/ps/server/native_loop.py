@@ -57,4 +57,4 @@ class NativeLoop:
 
 
 def _reach(name: str) -> None:
-    faults.reach(faults.Place[name])
+    faults.reach(faults.FaultPoint[name])

@@ -6,7 +6,7 @@ Must not import torch, numpy or zmq: ``--help`` is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from paceline.ps.protocol.settings import GIB, ServerSettings
@@ -27,6 +27,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("address", help="ipc://PATH, or tcp://HOST:PORT with --keys")
     parser.add_argument(
         "--dir",
+        dest="directory",
         type=Path,
         metavar="DIR",
         help="keep journal and snapshots there: a killed server comes back with every push it "
@@ -39,6 +40,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--snapshot-every",
+        dest="snapshot_every_s",
         type=float,
         default=60.0,
         metavar="SECONDS",
@@ -77,22 +79,8 @@ def settings_from(args: argparse.Namespace) -> ServerSettings:
         ConfigurationError: It does not go together.
     """
     return ServerSettings(
-        address=args.address,
-        directory=args.dir,
-        fsync=args.fsync,
-        snapshot_every_s=args.snapshot_every,
-        max_bytes=args.max_bytes,
-        max_message_bytes=args.max_message_bytes,
-        keys=args.keys,
-        save_root=args.save_root,
+        **{each.name: getattr(args, each.name) for each in fields(ServerSettings)}
     )
-
-
-def parse_settings(words: Sequence[str] | None) -> ServerSettings:
-    """Parse a command line of ``python -m paceline.ps.server.process``."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.ps.server.process")
-    add_serve_arguments(parser)
-    return settings_from(parser.parse_args(words))
 
 
 def parse_bytes(text: str) -> int:

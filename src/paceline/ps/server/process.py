@@ -1,4 +1,4 @@
-"""A server as a process, from its settings to its end; ``python -m paceline.ps.server.process``.
+"""A server as a process, from its settings to its end.
 
 Called by ``paceline ps serve`` and, after a fork, by ``ps/launch/supervisor.py``. Sets up signals
 and logging, brings back what is on disk, serves, and leaves nothing behind: SIGTERM, SIGINT and the
@@ -11,18 +11,15 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
-from paceline.errors import PacelineError
 from paceline.ps.protocol.settings import ServerSettings
 from paceline.ps.server.dispatch import Handler
 from paceline.ps.server.loop import Server
-from paceline.ps.server.options import parse_settings
 from paceline.ps.server.private import private_umask
-from paceline.ps.server.save_root import SavePlace
+from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
 
@@ -56,7 +53,7 @@ def serve(
         if settings.directory is not None:
             durable = Durable(settings.directory, store, settings.fsync)
             stack.callback(durable.close)
-        place = SavePlace(settings.save_place)
+        place = SaveRoot(settings.allowed_save_root)
         server = Server(settings, Handler(store, durable, place), durable)
         stack.callback(server.close)
         ready(server.address)
@@ -68,15 +65,6 @@ def set_up_logging() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s[%(process)d]: %(message)s"
     )
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run a server in this process, and return the exit code."""
-    try:
-        return run_here(parse_settings(words))
-    except PacelineError as error:
-        print(f"paceline ps serve: {error}", file=sys.stderr)
-        return 1
 
 
 def run_here(settings: ServerSettings) -> int:
@@ -113,7 +101,3 @@ def _stop_signals(ignore_interrupt: bool) -> Iterator[int]:
 
 def _noted(number: int, frame: object) -> None:
     """The wake-up descriptor has it."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ from paceline.ps.state.refusal import Code, Refusal
 _LONGEST = 4096
 
 
-class SavePlace:
+class SaveRoot:
     """Everything below one directory, or nothing.
 
     Args:

@@ -51,7 +51,7 @@ class ShmTrainer:
         self.connection = connection
         self.is_gone = False
         self.receive = pair.receive
-        self.rest = pair.rest
+        self.prepare_sleep = pair.prepare_sleep
         self.pair = pair
         self._event = event
 
@@ -78,7 +78,7 @@ class ShmListener:
     Args:
         path: Of the socket; a file that a killed server left there is replaced.
         incarnation: Of the server.
-        room: Memory is handed out while there is some.
+        descriptors: Memory is handed out while there are some.
 
     Attributes:
         event: A descriptor that has something to read when a trainer woke the server.
@@ -100,11 +100,11 @@ class ShmListener:
         """Has something to read when ``look`` has something to do."""
         return self._epoll.fileno()
 
-    def rest(self) -> bool:
+    def prepare_sleep(self) -> bool:
         """Say that the server will sleep; False if a trainer has a request after all."""
-        return all(trainer.rest() for trainer in self.trainers.values())
+        return all(trainer.prepare_sleep() for trainer in self.trainers.values())
 
-    def rise(self) -> None:
+    def clear_event(self) -> None:
         """Forget that it was woken."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.event)

@@ -1,8 +1,8 @@
 """The server's socket and who may connect to it.
 
 Called by ``ps/server/loop.py``. For tcp, each connection is encrypted and authenticated (CURVE),
-and its key is looked up here (ZeroMQ's ZAP protocol, answered by the server's own loop). For ipc,
-the socket has mode 0600, and libzmq asks the kernel who is at the other end: nobody but this user.
+and ``ps/server/key_check.py`` looks up its key. For ipc, the socket has mode 0600, and libzmq asks
+the kernel who is at the other end: nobody but this user.
 Connections that fail are logged with their address, a few at a time. Nobody is let in when
 descriptors run out: over ipc ``ps/server/listener.py`` sees to that, over tcp the port is closed
 meanwhile.
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import ServerStartError
-from paceline.ps.protocol.keys import ServerKeys, read_server_keys
+from paceline.ps.protocol.keys import read_server_keys
 from paceline.ps.protocol.settings import ServerSettings, full_path
 from paceline.ps.server.descriptors import DescriptorLimit
+from paceline.ps.server.key_check import DOMAIN, KeyCheck
 from paceline.ps.server.listener import SocketFile
 from paceline.ps.server.private import private_umask
 from paceline.ps.server.refusal_log import RefusalLog
 
-_ZAP = "inproc://zeromq.zap.01"
 _HANDSHAKE_MS = 5000
 _HEARTBEAT_MS = 15_000  # tcp: a peer whose machine vanished is let go
 AGAIN_MS = 200
@@ -51,7 +50,7 @@ class ServerSocket:
         context: Of the server.
         settings: The address, and where its keys are.
         refusals: What is written about who is not let in.
-        room: For how many.
+        descriptors: How many connections there may be.
 
     Raises:
         ConfigurationError: The keys cannot be read.
@@ -72,13 +71,14 @@ class ServerSocket:
         self._socket_file: SocketFile | None = None
         self._closed_port = ""
         self._keys = None if settings.keys is None else read_server_keys(settings.keys)
-        self._zap: Any = None
+        self._key_check: KeyCheck | None = None
         self._monitor: Any = None
 
     @property
     def sockets(self) -> list[Any]:
         """Those to poll besides the one that ``open`` returns."""
-        return [each for each in (self._zap, self._monitor) if each is not None]
+        zap = None if self._key_check is None else self._key_check.zap_socket
+        return [each for each in (zap, self._monitor) if each is not None]
 
     def open(self, queued: int) -> Any:
         """The server's ROUTER socket, bound.
@@ -88,8 +88,8 @@ class ServerSocket:
         """
         self._check_room()
         if self._keys is not None:
-            self._zap = self._context.socket(zmq.REP)
-            self._zap.bind(_ZAP)
+            self._key_check = KeyCheck(self._context, self._keys.clients, self._refusals)
+            self._key_check.start()
         router = self._context.socket(zmq.ROUTER)
         for option, value in self._options(queued).items():
             router.setsockopt(option, value)
@@ -109,13 +109,12 @@ class ServerSocket:
 
     def is_news(self, ready: Mapping[Any, int]) -> bool:
         """Say whether ``look`` has something to do."""
-        return self._monitor in ready or self._zap in ready
+        return any(each in ready for each in self.sockets)
 
     def look(self) -> None:
         """Answer who asks to come in, and log who could not."""
-        with contextlib.suppress(zmq.Again):
-            while self._zap is not None:
-                self._judge(self._zap.recv_multipart(zmq.NOBLOCK))
+        if self._key_check is not None:
+            self._key_check.answer_all()
         with contextlib.suppress(zmq.Again):
             while self._monitor is not None:
                 self._note(recv_monitor_message(self._monitor, zmq.NOBLOCK))
@@ -174,7 +173,7 @@ class ServerSocket:
             options |= {
                 zmq.CURVE_SERVER: 1,
                 zmq.CURVE_SECRETKEY: self._keys.secret,
-                zmq.ZAP_DOMAIN: b"paceline",
+                zmq.ZAP_DOMAIN: DOMAIN.encode(),
                 zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
                 zmq.HEARTBEAT_TIMEOUT: 2 * _HEARTBEAT_MS,
             }
@@ -212,26 +211,6 @@ class ServerSocket:
                 f"{self._settings.address}: {self._descriptors.limit} descriptors are too few "
                 "for a server: raise the limit (ulimit -n, LimitNOFILE=)"
             )
-
-    def _judge(self, request: list[bytes]) -> None:
-        """Answer one question of ZAP: may this key come in?"""
-        keys = self._keys
-        assert keys is not None
-        version, number, _domain, address, _identity, mechanism, *credentials = request
-        name = _name_of(keys, credentials) if mechanism == b"CURVE" else None
-        if name is None:
-            self._refusals.add(
-                f"refused a connection from {address.decode(errors='replace')}: its key is not in "
-                "the server's clients/ directory"
-            )
-        status = (b"200", b"OK", name.encode()) if name else (b"400", b"unknown key", b"")
-        self._zap.send_multipart([version, number, *status, b""])
-
-
-def _name_of(keys: ServerKeys, credentials: list[bytes]) -> str | None:
-    if len(credentials) != 1 or len(credentials[0]) != 32:
-        return None
-    return keys.clients.get(z85.encode(credentials[0]))
 
 
 def _make_place(path: Path) -> None:

@@ -159,6 +159,6 @@ class Clients:
         """All of them, for a snapshot."""
         return list(self._clients.items())
 
-    def restore(self, client: bytes, state: Client) -> None:
+    def restore(self, client: Client) -> None:
         """Take one from a snapshot, in its order."""
-        self._clients[client] = state
+        self._clients[bytes(client.account[-16:])] = client

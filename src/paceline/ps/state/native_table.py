@@ -7,25 +7,46 @@ Without a native core only the step is used.
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from typing import NamedTuple
 
 from paceline.ps.protocol.optimizers import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
 from paceline.ps.protocol.table_spec import TableSpec
 from paceline.ps.state.row_storage import RowStorage
 
-_STEP = struct.Struct("<q")
-# padding_idx, row_bytes, dtype, is_renormed, optimizer, is_fused, lanes
-_FACTS = struct.Struct("<qIBBBBI")
-# columns; eps, beta1, beta2; root; map, slots, first, span; address and bytes of each column
-_STORAGE = struct.Struct("<I3dQQQqQ6Q")
-LAYOUT = _STEP.format + _FACTS.format[1:] + _STORAGE.format[1:]
-"""The whole of it."""
-_MOST_COLUMNS = 3
-_FACTS_AT = _STEP.size
-_STORAGE_AT = _FACTS_AT + _FACTS.size
-_BY_TORCH = 0
 _NUMBERS: dict[type[Optimizer], int] = {SGD: 1, Adagrad: 2, RowwiseAdagrad: 3, Adam: 4}
+"""``pl_optimizer`` in ``native/ps/rows.h``; 0 leaves pushes to torch."""
+
+
+class ColumnFields(ctypes.Structure):
+    """``pl_column``: an address, and the bytes of one slot."""
+
+    _fields_ = (("address", ctypes.c_uint64), ("bytes", ctypes.c_uint64))
+
+
+class EntryFields(ctypes.Structure):
+    """``pl_entry``."""
+
+    _fields_ = (
+        ("step", ctypes.c_int64),
+        ("padding_idx", ctypes.c_int64),
+        ("row_bytes", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint8),
+        ("is_renormed", ctypes.c_uint8),
+        ("optimizer", ctypes.c_uint8),
+        ("is_fused", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint32),
+        ("columns", ctypes.c_uint32),
+        ("eps", ctypes.c_double),
+        ("beta1", ctypes.c_double),
+        ("beta2", ctypes.c_double),
+        ("root", ctypes.c_uint64),
+        ("map", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64),
+        ("first", ctypes.c_int64),
+        ("span", ctypes.c_uint64),
+        ("column", 3 * ColumnFields),
+    )
 
 
 class Rounding(NamedTuple):
@@ -51,45 +72,31 @@ class Entry:
     """
 
     def __init__(self, spec: TableSpec, rounding: Rounding | None) -> None:
-        self.raw = bytearray(_STORAGE_AT + _STORAGE.size)
-        self._optimizer = spec.optimizer
-        self.is_native = rounding is not None
-        self._rounding = rounding or Rounding()
-        _FACTS.pack_into(
-            self.raw,
-            _FACTS_AT,
-            *(-1 if spec.padding_idx is None else spec.padding_idx, spec.dim * spec.dtype.itemsize),
-            *(spec.dtype, spec.max_norm is not None),
-            _NUMBERS[type(spec.optimizer)] if self.is_native else _BY_TORCH,
-            *(self._rounding.is_fused, self._rounding.lanes),
-        )
-        self.set_storage(None)
+        self.raw = bytearray(ctypes.sizeof(EntryFields))
+        self.fields = fields = EntryFields.from_buffer(self.raw)
+        fields.padding_idx = -1 if spec.padding_idx is None else spec.padding_idx
+        fields.row_bytes = spec.dim * spec.dtype.itemsize
+        fields.dtype = spec.dtype
+        fields.is_renormed = spec.max_norm is not None
+        fields.eps = getattr(spec.optimizer, "eps", 0.0)
+        fields.beta1, fields.beta2 = getattr(spec.optimizer, "betas", (0.0, 0.0))
+        if rounding is not None:
+            fields.optimizer = _NUMBERS[type(spec.optimizer)]
+            fields.is_fused, fields.lanes, fields.root = rounding
 
     @property
-    def step(self) -> int:
-        """How many pushes the table has had."""
-        found: int = _STEP.unpack_from(self.raw)[0]
-        return found
-
-    @step.setter
-    def step(self, value: int) -> None:
-        _STEP.pack_into(self.raw, 0, value)
+    def is_native(self) -> bool:
+        """Whether the native core updates rows."""
+        return bool(self.fields.optimizer)
 
     def set_storage(self, storage: RowStorage | None) -> None:
         """Write its addresses; before it is dropped, None."""
-        places = [] if storage is None else [each.place for each in storage.columns]
-        map_ = (0, 0, 0, 0)
-        if storage is not None:
-            map_ = (storage.map_address, storage.capacity + 1, storage.first, storage.span)
-        empty = [(0, 0)] * (_MOST_COLUMNS - len(places))
-        numbers = (number for place in [*places, *empty] for number in place)
-        facts = (len(places), *_hyperparameters(self._optimizer), self._rounding.root)
-        _STORAGE.pack_into(self.raw, _STORAGE_AT, *facts, *map_, *numbers)
-
-
-def _hyperparameters(optimizer: Optimizer) -> tuple[float, float, float]:
-    """``eps``, ``beta1``, ``beta2``; 0 for what it has not."""
-    if isinstance(optimizer, SGD):
-        return 0.0, 0.0, 0.0
-    betas = optimizer.betas if isinstance(optimizer, Adam) else (0.0, 0.0)
-    return optimizer.eps, *betas
+        fields = self.fields
+        if storage is None:
+            fields.map = fields.columns = 0
+            return
+        fields.map, fields.slots = storage.map_address, storage.capacity + 1
+        fields.first, fields.span = storage.first, storage.span
+        fields.columns = len(storage.columns)
+        for at, column in enumerate(storage.columns):
+            fields.column[at] = ColumnFields(column.tensor.data_ptr(), column.raw.itemsize)

@@ -18,7 +18,7 @@ from paceline.ps.state.table import Table
 
 TALLY = struct.Struct("<IIQII")
 """Table, ids, end_ns, took_ns, is_push; ``pl_tally`` in ``native/ps/answer.h``."""
-_MOST_UNSETTLED = 64
+_MOST_UNCOUNTED = 64
 
 Append = Callable[[Sequence[Frame]], None]
 """Journals a message before it is applied."""
@@ -36,7 +36,7 @@ class PlainMessages:
         self._tables: list[Table] = []
         self._entries: list[bytearray] = []
         self._responder = native.Responder(self._entries, max_reply_bytes)
-        self._unsettled = 0
+        self._uncounted = 0
 
     def add(self, table: Table) -> None:
         """Take the next table."""
@@ -54,9 +54,9 @@ class PlainMessages:
             append: Called before a PUSH is applied; its exceptions are raised.
         """
         found: list[Frame] | None = self._responder.answer(*frames, account, append)
-        self._unsettled += 1
-        if self._unsettled >= _MOST_UNSETTLED:
-            self.settle()
+        self._uncounted += 1
+        if self._uncounted >= _MOST_UNCOUNTED:
+            self.update_meters()
         return found
 
     def run(self, *arguments: Any) -> None:
@@ -64,11 +64,11 @@ class PlainMessages:
         try:
             self._responder.run(*arguments)
         finally:
-            self.settle()
+            self.update_meters()
 
-    def settle(self) -> None:
+    def update_meters(self) -> None:
         """Bring the tables' meters up to date. Many messages at once, which is cheaper."""
-        self._unsettled = 0
+        self._uncounted = 0
         for number, ids, end_ns, took_ns, is_push in TALLY.iter_unpack(self._responder.tallies()):
             table = self._tables[number]
             meter: Meter = table.pushes if is_push else table.lookups

@@ -26,12 +26,7 @@ from torch import Tensor
 from paceline.ps.protocol.table_spec import Init, Start
 from paceline.ps.protocol.wire import Dtype
 
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {
-    Dtype.FLOAT32: torch.float32,
-    Dtype.FLOAT64: torch.float64,
-    Dtype.FLOAT16: torch.float16,
-    Dtype.BFLOAT16: torch.bfloat16,
-}
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {d: getattr(torch, d.name.lower()) for d in Dtype}
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

@@ -97,13 +97,8 @@ class RowStorage:
         return slots
 
     def read(self, slots: NDArray[np.int32], out: NDArray[np.void]) -> None:
-        """Copy rows to ``out``, which has one element for each row (``raw_dtype``)."""
+        """Copy rows to ``out``, which has one element for each row."""
         self._rows.raw.take(slots, 0, out, "clip")
-
-    @property
-    def raw_dtype(self) -> np.dtype[np.void]:
-        """A whole row as one element."""
-        return self._rows.raw.dtype
 
     def gather(self, slots: NDArray[np.int32]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Copies of rows and of their state."""
@@ -135,7 +130,7 @@ class RowStorage:
 
     def kept(self) -> tuple[Tensor, ...]:
         """All rows, then each kind of state: views of this memory, lines as in ``ids``."""
-        return tuple(each.tensor[1 : self.count + 1] for each in (self._rows, *self._state))
+        return tuple(each.tensor[1 : self.count + 1] for each in self.columns)
 
 
 class Column:
@@ -152,20 +147,11 @@ class Column:
         self._width = width
         self.raw = flat.view(torch.uint8).numpy().view(f"V{width * dtype.itemsize}")
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Its address, and the bytes of one slot."""
-        return self.tensor.data_ptr(), self.raw.itemsize
-
     def gather(self, slots: NDArray[np.int32]) -> Tensor:
         """Copies of these lines."""
         found = np.empty(len(slots), self.raw.dtype)
         self.raw.take(slots, 0, found, "clip")
-        return self.as_tensor(found)
-
-    def as_tensor(self, lines: NDArray[np.void]) -> Tensor:
-        """Lines that were copied from ``raw``, for arithmetic."""
-        return torch.frombuffer(lines, dtype=self.tensor.dtype).view(-1, self._width)
+        return torch.frombuffer(found, dtype=self.tensor.dtype).view(-1, self._width)
 
     def scatter(self, slots: NDArray[np.int32], values: Tensor) -> None:
         """Overwrite these lines. Values must be contiguous."""

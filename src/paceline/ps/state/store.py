@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import ConfigurationError
 from paceline.native import extension
-from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
+from paceline.ps.protocol.table_spec import Shard, TableSpec
 from paceline.ps.protocol.wire import (
     ALIGNMENT,
     HEAD,
@@ -30,7 +30,7 @@ from paceline.ps.protocol.wire import (
     client_of,
     pack_head,
 )
-from paceline.ps.state.clients import Admission, Clients
+from paceline.ps.state.clients import Clients
 from paceline.ps.state.meter import Meter
 from paceline.ps.state.plain_messages import Append, PlainMessages
 from paceline.ps.state.refusal import Code, Refusal
@@ -65,11 +65,6 @@ class Store:
         self.max_message_bytes = max_reply_bytes
         native = extension.native
         self.plain = None if native is None else PlainMessages(native, max_reply_bytes)
-        self._prepare: Mapping[Kind, Callable[[Message], Change]] = {
-            Kind.ATTACH: self._prepare_attach,
-            Kind.PUSH: self._prepare_push,
-            Kind.WRITE: self._prepare_write,
-        }
 
     def answer_plain(self, frames: Sequence[Frame], append: Append | None) -> list[Frame] | None:
         """Let the native core answer a message, as far as it can.
@@ -86,7 +81,7 @@ class Store:
         client = client_of(frames[0])
         found = self.plain.answer(frames, self.clients.account(client), append)
         if found is None:
-            self.plain.settle()  # meters get calls in their order
+            self.plain.update_meters()  # meters get calls in their order
         elif len(found) == 1:  # DONE
             self.clients.refresh(client)
         return found
@@ -121,17 +116,23 @@ class Store:
         reply = pack_head(Head(Kind.FOUND, head.request, head.client), len(shares))
         return [reply + message.records, b"", values.data]
 
-    def admit(self, head: Head) -> Admission:
-        """See :meth:`Clients.admit`."""
-        return self.clients.admit(head)
-
     def prepare(self, message: Message) -> Change:
         """Check a sequenced message completely. Changes nothing.
 
         Raises:
             Refusal: It does not fit.
         """
-        return self._prepare[message.head.kind](message)
+        if message.head.kind is Kind.ATTACH:
+            return self._prepare_attach(message)
+        shares = self._checked_with_memory(message)
+        is_push = message.head.kind is Kind.PUSH
+
+        def change() -> dict[str, Any]:
+            for share in shares:
+                share.push() if is_push else share.write()
+            return {}
+
+        return change
 
     def commit(self, head: Head, change: Change) -> dict[str, Any]:
         """Do what was prepared, and count it.
@@ -173,14 +174,14 @@ class Store:
     def forget_traffic(self) -> None:
         """Let all meters begin anew."""
         if self.plain is not None:
-            self.plain.settle()
+            self.plain.update_meters()
         for table in self.tables:
             table.lookups, table.pushes = Meter(), Meter()
 
     def stats(self, first: int, last: int) -> list[dict[str, Any]]:
         """For each of these tables: what it is, how full, how busy."""
         if self.plain is not None:
-            self.plain.settle()
+            self.plain.update_meters()
         return [
             {
                 "name": table.spec.name,
@@ -217,26 +218,6 @@ class Store:
             )
         return known
 
-    def _prepare_push(self, message: Message) -> Change:
-        shares = self._checked_with_memory(message)
-
-        def change() -> dict[str, Any]:
-            for share in shares:
-                share.push()
-            return {}
-
-        return change
-
-    def _prepare_write(self, message: Message) -> Change:
-        shares = self._checked_with_memory(message)
-
-        def change() -> dict[str, Any]:
-            for share in shares:
-                share.table.write(share.ids, share.slots, share.values)
-            return {}
-
-        return change
-
     def _checked_with_memory(self, message: Message) -> list[CheckedSection]:
         shares = checked(self.tables, message)
         new = [share.table.new_bytes(share.slots) for share in shares]
@@ -261,11 +242,6 @@ def _found(share: CheckedSection, values: NDArray[np.uint8], at: int) -> None:
 
 def _described(control: Mapping[str, Any]) -> tuple[TableSpec, Shard]:
     try:
-        spec = TableSpec.from_json(control["table"])
-        found = control["shard"]
-        index, count = found["index"], found["count"]
-        if type(index) is not int or type(count) is not int:
-            raise TypeError("index and count of a shard are whole numbers")
-        return spec, Shard(Sharding(found["sharding"]), index, count)
-    except (KeyError, TypeError, ValueError, ConfigurationError) as error:
+        return TableSpec.from_json(control["table"]), Shard.from_json(control["shard"])
+    except (KeyError, ConfigurationError) as error:
         raise Refusal(Code.TABLE, f"no description of a table: {error!r:.300}") from None

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.native import extension
-from paceline.ps.protocol.sharding import is_owner
 from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
 from paceline.ps.state.meter import Meter
 from paceline.ps.state.native_table import Entry
 from paceline.ps.state.native_updates import rounding_of
+from paceline.ps.state.owned_ids import OwnedIds
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.row_init import TORCH_DTYPES, first_rows
 from paceline.ps.state.row_storage import RowStorage
@@ -67,6 +67,7 @@ class Table:
         self.number = number
         self.spec = spec
         self.shard = shard
+        self.owned = OwnedIds(spec, shard)
         self.dtype = TORCH_DTYPES[spec.dtype]
         self.entry = Entry(spec, rounding_of(spec))
         self.lookups = Meter()
@@ -81,16 +82,11 @@ class Table:
     @property
     def step(self) -> int:
         """How many pushes it has had."""
-        return self.entry.step
+        return int(self.entry.fields.step)
 
     @step.setter
     def step(self, value: int) -> None:
-        self.entry.step = value
-
-    @property
-    def pools(self) -> bool:
-        """Say whether the whole table is here, so that bags can be pooled here."""
-        return self.shard.sharding is Sharding.TABLE or self.shard.count == 1
+        self.entry.fields.step = value
 
     @property
     def count(self) -> int:
@@ -131,37 +127,20 @@ class Table:
         Raises:
             Refusal: An id is out of range, or belongs to another server.
         """
-        if not len(ids):
-            return _NO_SLOTS
-        # As unsigned numbers, negative ids are too large as well.
-        if int(ids.view(np.uint64).max()) >= self.spec.rows:
-            self._refuse_id(ids[(ids < 0) | (ids >= self.spec.rows)][0])
+        self.owned.check_range(ids)
         return self.locate_in_range(ids)
 
     def locate_in_range(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """The same for ids that are known to be in range."""
-        is_cut = self.shard.count > 1
-        if is_cut and self.shard.sharding is Sharding.RANGE:
-            self._check_owner(ids)  # the map has no place for others
-        kept = self._storage
+        owned, kept = self.owned, self._storage
+        is_range = self.shard.sharding is Sharding.RANGE
+        if owned.is_cut and is_range:
+            owned.check_owner(ids)  # the map has no place for others
         slots = np.zeros(len(ids), np.int32) if kept is None else kept.slots(ids)
-        if is_cut and self.shard.sharding is Sharding.HASH and np.count_nonzero(slots) < len(ids):
+        if owned.is_cut and not is_range and np.count_nonzero(slots) < len(ids):
             # A row that has a slot was checked when it got it.
-            self._check_owner(ids[slots == 0])
+            owned.check_owner(ids[slots == 0])
         return slots
-
-    def check_different(self, ids: NDArray[np.int64]) -> None:
-        """Refuse ids that come twice."""
-        different, counts = np.unique(ids, return_counts=True)
-        if len(different) < len(ids):
-            twice = int(different[counts > 1][0])
-            raise Refusal(
-                Code.ID,
-                f"row {twice} comes twice in one message for table {self.spec.name!r}; "
-                "add up the gradients of equal ids first",
-                table=self.spec.name,
-                id=twice,
-            )
 
     def new_bytes(self, slots: NDArray[np.int32]) -> int:
         """How much memory it takes to keep the rows that have no slot yet."""
@@ -176,8 +155,7 @@ class Table:
             missing = np.flatnonzero(slots == 0)
             out[missing] = _raw(self._first_rows(ids[missing]), self.raw_dtype)
         if self.spec.max_norm is not None and len(out):
-            rows = torch.frombuffer(out, dtype=self.dtype).view(len(out), self.spec.dim)
-            self._renormalise(rows)
+            self._renormalise(torch.frombuffer(out, dtype=self.dtype).view(-1, self.spec.dim))
 
     def push(
         self, ids: NDArray[np.int64], slots: NDArray[np.int32], grad: Tensor, lr: float
@@ -229,21 +207,28 @@ class Table:
         slots = self.locate(ids)
         self._budget.check(self.new_bytes(slots))
         missing = np.flatnonzero(slots == 0)
-        if len(missing):
-            slots[missing] = self.storage.add(ids[missing], rows[torch.from_numpy(missing)])
-            self._budget.used_bytes += len(missing) * self.row_bytes
+        self._add(ids, slots, missing, rows[torch.from_numpy(missing)])
         if len(ids):
             self.storage.scatter(slots, rows, state)
 
     def materialise(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int32]:
         """Keep the rows that are not kept yet; returns the slots of all."""
-        if np.count_nonzero(slots) == len(slots):
-            return slots
-        missing = np.flatnonzero(slots == 0)
-        new = ids[missing]
-        slots[missing] = self.storage.add(new, self._first_rows(new))
-        self._budget.used_bytes += len(new) * self.row_bytes
+        if np.count_nonzero(slots) < len(slots):
+            missing = np.flatnonzero(slots == 0)
+            self._add(ids, slots, missing, self._first_rows(ids[missing]))
         return slots
+
+    def _add(
+        self,
+        ids: NDArray[np.int64],
+        slots: NDArray[np.int32],
+        missing: NDArray[np.intp],
+        rows: Tensor,
+    ) -> None:
+        """Give slots to those ids that are missing, with these rows."""
+        if len(missing):
+            slots[missing] = self.storage.add(ids[missing], rows)
+            self._budget.used_bytes += len(missing) * self.row_bytes
 
     def _keep(self, storage: RowStorage | None) -> None:
         """Get or drop storage: the only place, so that the entry has its addresses or none."""
@@ -258,41 +243,16 @@ class Table:
         return rows
 
     def _renormalise(self, rows: Tensor) -> None:
-        if self.spec.max_norm is not None:
-            lines = torch.arange(len(rows))
-            torch.embedding_renorm_(rows, lines, self.spec.max_norm, self.spec.norm_type)
+        assert self.spec.max_norm is not None
+        lines = torch.arange(len(rows))
+        torch.embedding_renorm_(rows, lines, self.spec.max_norm, self.spec.norm_type)
 
     def _new_storage(self) -> RowStorage:
-        spec, shard = self.spec, self.shard
-        first, last = 0, spec.rows
-        if shard.sharding is Sharding.RANGE:
-            first = spec.rows * shard.index // shard.count
-            last = spec.rows * (shard.index + 1) // shard.count
-        most = self._budget.limit_bytes // self.row_bytes
-        return RowStorage(first, last, spec.dim, self.dtype, self.columns, most)
-
-    def _check_owner(self, ids: NDArray[np.int64]) -> None:
-        if not len(ids):
-            return
-        mine = is_owner(self.shard, self.spec.rows, ids)
-        if not mine.all():
-            self._refuse_id(ids[~mine][0])
-
-    def _refuse_id(self, id: np.int64) -> None:
-        spec, shard, found = self.spec, self.shard, int(id)
-        text = f"row {found} of table {spec.name!r}, which has rows 0 to {spec.rows - 1}"
-        if 0 <= found < spec.rows:
-            text = (
-                f"row {found} of table {spec.name!r} is not on this server, which has shard "
-                f"{shard.index} of {shard.count} ({shard.sharding.value})"
-            )
-        raise Refusal(Code.ID, text, table=spec.name, id=found)
+        owned, most = self.owned, self._budget.limit_bytes // self.row_bytes
+        return RowStorage(owned.first, owned.last, self.spec.dim, self.dtype, self.columns, most)
 
 
 def _raw(rows: Tensor, dtype: np.dtype[np.void]) -> NDArray[np.void]:
     """See [Note: rows as single elements] in ``ps/state/row_storage.py``."""
     found: NDArray[np.void] = rows.view(torch.uint8).numpy().view(dtype).reshape(-1)
     return found
-
-
-_NO_SLOTS: NDArray[np.int32] = np.empty(0, np.int32)

@@ -62,6 +62,10 @@ class CheckedSection:
         self.table.push(self.ids, self.slots, self.gradient, self.section.lr)
         self.table.pushes.add(self.section.ids, start_ns, time.perf_counter_ns())
 
+    def write(self) -> None:
+        """Overwrite the rows."""
+        self.table.write(self.ids, self.slots, self.values)
+
 
 def checked(tables: Sequence[Table], message: Message) -> list[CheckedSection]:
     """Check a LOOKUP, PUSH or WRITE completely.
@@ -135,7 +139,7 @@ def _rows_share(
     if not facts.has_values:
         return CheckedSection(table, section, ids, slots, values.frame, 0, None)
     if not facts.is_ascending:
-        table.check_different(ids)
+        table.owned.check_different(ids)
     offset = values.take(table, section.ids, table.spec.dim)
     return CheckedSection(table, section, ids, slots, values.frame, offset, None)
 
@@ -143,7 +147,7 @@ def _rows_share(
 def _bags_share(
     table: Table, kind: Kind, section: Section, integers: NDArray[np.int64], values: _Values
 ) -> CheckedSection:
-    if kind is Kind.WRITE or not table.pools:
+    if kind is Kind.WRITE or table.owned.is_cut:
         raise Refusal(
             Code.TABLE,
             f"{kind.name} with bags for table {table.spec.name!r}: rows are written one by one, "

@@ -37,7 +37,7 @@ from paceline.ps.state.refusal import Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.storage import files
 from paceline.ps.storage.directory import ALL_IN_WORK, SNAPSHOTS_IN_WORK, STAGED, Directory
-from paceline.ps.storage.faults import Place, reach
+from paceline.ps.storage.faults import FaultPoint, reach
 from paceline.ps.storage.journal import Journal, has_records, read_journal
 from paceline.ps.storage.load import Part, is_for, read_loaded, write_loaded
 from paceline.ps.storage.snapshot import read_snapshot, write_snapshot
@@ -86,9 +86,9 @@ class Durable:
 
     def append_checked(self, frames: Sequence[Frame]) -> None:
         """Journal a message that was checked, and is applied next; see ``append``."""
-        reach(Place.CHECKED)
+        reach(FaultPoint.CHECKED)
         self.append(frames)
-        reach(Place.APPENDED)
+        reach(FaultPoint.APPENDED)
 
     def append_refused(self, head: Head, refusal: Refusal) -> None:
         """Journal that a message was refused."""
@@ -158,7 +158,7 @@ class Durable:
         Raises:
             ServerStateError: The server cannot go on, and has lost nothing.
         """
-        reach(Place.LOADED)
+        reach(FaultPoint.LOADED)
         self.append(pack_control(head, {"loaded": path.name}))
         return self._read_loaded(head, path)
 
@@ -184,7 +184,7 @@ class Durable:
         journal = self._open_journal(number)
         self._journal.close()
         self._number, self._journal = number, journal
-        reach(Place.ROTATED)
+        reach(FaultPoint.ROTATED)
         path = self._directory.snapshot(number)
         return lambda: _write_and_tell(path, self._store)
 
@@ -195,7 +195,7 @@ class Durable:
 
     def end_snapshot(self) -> None:
         """A snapshot has its name: delete what is older. Idempotent."""
-        reach(Place.CLEANING)
+        reach(FaultPoint.CLEANING)
         self._delete_older(max(self._directory.numbered("snapshot")))
 
     def _delete_older(self, than: int) -> None:
@@ -282,7 +282,7 @@ class Durable:
         if self._store.answer_plain(frames, None) is not None:
             return
         message = unpack(frames)
-        if self._store.admit(head) is not Admission.NEW:
+        if self._store.clients.admit(head) is not Admission.NEW:
             raise ValueError(f"number {head.sequence} is there twice")
         if head.kind is Kind.LOAD:
             self._replay_load(message)
@@ -310,4 +310,4 @@ class Durable:
 
 def _write_and_tell(path: Path, store: Store) -> None:
     write_snapshot(path, store)
-    reach(Place.RENAMED)
+    reach(FaultPoint.RENAMED)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable
 
 
-class Place(enum.Enum):
+class FaultPoint(enum.Enum):
     """Where a server can be killed, in the order of a push and then of a snapshot."""
 
     CHECKED = "a push is checked, and not in the journal"
@@ -26,10 +26,10 @@ class Place(enum.Enum):
     LOADED = "rows to load are in a file of the server, and the journal does not name it"
 
 
-hook: Callable[[Place], None] | None = None
+hook: Callable[[FaultPoint], None] | None = None
 
 
-def reach(place: Place) -> None:
+def reach(place: FaultPoint) -> None:
     """Say that this place has been reached."""
     if hook is not None:
         hook(place)

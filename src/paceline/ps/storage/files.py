@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 TEMPORARY = ".partial"
@@ -87,17 +87,26 @@ def write_all_at(descriptor: int, data: bytes, offset: int) -> None:
         written += disk.write_at(descriptor, data[written:], offset + written)
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file that appears complete and on disk, or not at all."""
+@contextlib.contextmanager
+def new_file(path: Path, *, is_synced: bool = True) -> Iterator[int]:
+    """A file to write, which appears under its name when it is complete, or not at all.
+
+    Args:
+        path: Its name; an old file is replaced.
+        is_synced: It is on disk then, too.
+    """
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         descriptor = disk.create(temporary)
         try:
-            write_all(descriptor, data)
-            disk.sync(descriptor)
+            yield descriptor
+            if is_synced:
+                disk.sync(descriptor)
         finally:
             os.close(descriptor)
-        replace(temporary, path)
+        disk.rename(temporary, path)
+        if is_synced:
+            disk.sync_directory(path.parent)
     except BaseException:
         discard(temporary)
         raise

@@ -71,7 +71,8 @@ class Journal:
         self.is_broken = False
         self._fsync = fsync
         if not path.exists() or not path.stat().st_size:
-            _create(path, number, fsync)
+            with files.new_file(path, is_synced=fsync) as descriptor:
+                files.write_all(descriptor, _HEAD.pack(_MAGIC, VERSION, number))
         self._descriptor = files.disk.open_end(path)
         self._size = os.fstat(self._descriptor).st_size
 
@@ -106,25 +107,6 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
-
-
-def _create(path: Path, number: int, fsync: bool) -> None:
-    """Make a journal without records, which appears with its whole head or not at all."""
-    temporary = path.with_name(path.name + files.TEMPORARY)
-    try:
-        descriptor = files.disk.create(temporary)
-        try:
-            files.write_all(descriptor, _HEAD.pack(_MAGIC, VERSION, number))
-            if fsync:
-                files.disk.sync(descriptor)
-        finally:
-            os.close(descriptor)
-        files.disk.rename(temporary, path)
-        if fsync:
-            files.disk.sync_directory(path.parent)
-    except BaseException:
-        files.discard(temporary)
-        raise
 
 
 def _head_of(frames: Sequence[memoryview | bytearray]) -> bytes:

@@ -38,16 +38,16 @@ from paceline.ps.storage.save_files import files_of
 from paceline.ps.storage.snapshot import (
     LINES,
     VERSION,
-    check_version,
     column_widths,
     describe,
+    fill_table,
+    open_checked,
     parse,
     read_table,
 )
 from paceline.ps.storage.tensor_file import (
     Stream,
     TensorFile,
-    has_checksum,
     open_tensors,
     write_tensors,
 )
@@ -101,7 +101,7 @@ def _part(table: Table, paths: Sequence[Path]) -> Part:
         raise ValueError(f"table {table.spec.name!r} is there from several saves: {layouts}")
     for path in paths:
         with open_tensors(path) as file:
-            step = max(step, parse(json.loads(file.metadata["table"]))[2])
+            step = max(step, parse(json.loads(file.metadata["table"])).step)
             for ids in _pieces(file, "ids"):
                 count += int(np.count_nonzero(_owned(table, ids.numpy())))
     return Part(table, tuple(paths), count, step)
@@ -210,11 +210,10 @@ def is_for(path: Path, store: Store) -> bool:
     Raises:
         ValueError, OSError: It cannot be read.
     """
-    is_checked = has_checksum(path)
-    with open_tensors(path) as file:
-        check_version(file, FORMAT, is_checked)
-        found = [parse(each)[:2] for each in json.loads(file.metadata["tables"])]
-    return found == [(table.spec, table.shard) for table in store.tables]
+    with open_checked(path, FORMAT) as file:
+        found = [parse(each) for each in json.loads(file.metadata["tables"])]
+    here = [(table.spec, table.shard) for table in store.tables]
+    return [(each.spec, each.shard) for each in found] == here
 
 
 def read_loaded(path: Path, store: Store) -> int:
@@ -227,9 +226,7 @@ def read_loaded(path: Path, store: Store) -> int:
         for table in store.tables:
             table.clear()
         for table, described in zip(store.tables, json.loads(file.metadata["tables"]), strict=True):
-            for ids, rows, state in read_table(file, f"{table.number}.", table):
-                table.adopt(ids.numpy(), rows, state)
-            table.step = parse(described)[2]
+            fill_table(table, file, parse(described).step)
     return sum(table.count for table in store.tables)
 
 

@@ -17,14 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.ps.protocol.table_spec import Shard, TableSpec
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.state.table import Table
 from paceline.ps.storage import files
-from paceline.ps.storage.files import make_directories, write_file
 from paceline.ps.storage.save_files import (
     SAVE_ID,
     Save,
@@ -35,13 +32,13 @@ from paceline.ps.storage.save_files import (
 )
 from paceline.ps.storage.snapshot import (
     VERSION,
-    check_version,
     describe,
+    open_checked,
     parse,
     read_table,
     table_tensors,
 )
-from paceline.ps.storage.tensor_file import TensorFile, has_checksum, open_tensors, write_tensors
+from paceline.ps.storage.tensor_file import write_tensors
 
 FORMAT = "paceline-ps-table"
 
@@ -50,7 +47,7 @@ def save_job(store: Store, directory: Path, id: str) -> Callable[[], dict[str, A
     """What a forked child does to save all tables: returns the names of the files."""
 
     def work() -> dict[str, Any]:
-        make_directories(directory)
+        files.make_directories(directory)
         try:
             entries = [_write(table, directory, id) for table in store.tables]
             _write_manifest(store, directory, id, entries)
@@ -120,7 +117,7 @@ def _write(table: Table, directory: Path, id: str) -> dict[str, Any]:
     path = directory / file_name(table.spec.name, table.shard, id)
     described = json.dumps(describe(table))
     metadata = {"format": FORMAT, "version": VERSION, "save": id, "table": described}
-    size = write_tensors(path, table_tensors(table) or _nothing(table), metadata)
+    size = write_tensors(path, table_tensors(table), metadata)
     return {"file": path.name, "rows": table.count, "bytes": size}
 
 
@@ -131,34 +128,20 @@ def check_file(path: Path, table: Table) -> Shard:
         ValueError: It is damaged, of another version, or of another table.
         OSError: It cannot be read.
     """
-    is_checked = has_checksum(path)
-    with open_tensors(path) as file:
-        check_version(file, FORMAT, is_checked)
-        return _check_file(file, table)
+    with open_checked(path, FORMAT) as file:
+        saved = parse(json.loads(file.metadata["table"]))
+        wanted, there = _identity(table.spec), _identity(saved.spec)
+        if wanted != there:
+            raise ValueError(
+                f"table {saved.spec.name!r} was saved as {there}, and is {wanted} here"
+            )
+        next(iter(read_table(file, "", table)), None)  # shapes
+        return saved.shard
 
 
-def _check_file(file: TensorFile, table: Table) -> Shard:
-    spec, shard, _ = parse(json.loads(file.metadata["table"]))
-    wanted, there = _essence(table.spec), _essence(spec)
-    if wanted != there:
-        raise ValueError(f"table {spec.name!r} was saved as {there}, and is {wanted} here")
-    next(iter(read_table(file, "", table)), None)  # shapes
-    return shard
-
-
-def _essence(spec: TableSpec) -> tuple[object, ...]:
+def _identity(spec: TableSpec) -> tuple[object, ...]:
     """What must be the same for rows to be taken over; lr and first values may differ."""
     return spec.name, spec.rows, spec.dim, spec.dtype.name, type(spec.optimizer).__name__
-
-
-def _nothing(table: Table) -> dict[str, torch.Tensor]:
-    """A table without rows is saved too, with arrays of length 0."""
-    state = {
-        f"state.{column.name}": torch.empty((0, column.width), dtype=column.dtype)
-        for column in table.columns
-    }
-    rows = torch.empty((0, table.spec.dim), dtype=table.dtype)
-    return {"ids": torch.empty(0, dtype=torch.int64), "rows": rows, **state}
 
 
 def _write_manifest(
@@ -173,7 +156,8 @@ def _write_manifest(
         "files": entries,
     }
     path = directory / manifest_name(_shards(store), id)
-    write_file(path, json.dumps(manifest, indent=1).encode())
+    with files.new_file(path) as descriptor:
+        files.write_all(descriptor, json.dumps(manifest, indent=1).encode())
 
 
 def _time_after(directory: Path, id: str) -> float:

@@ -9,7 +9,7 @@ touches the files of another. A server's manifest is the last of its files to ap
 to be deleted. A save is complete when the manifests with its id list all shards of all tables. When
 all servers have saved, the trainer lets them delete what is older; until then there may be several
 saves in a directory, and the last *complete* one is meant. One that was interrupted is as if it had
-never been. Saves of older Pacelines have no id, and are the oldest.
+never been.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("paceline.ps")
 
 MANIFESTS = "manifest-*.json"
 SAVE_ID = re.compile("[0-9a-f]{16}")
-_SHARD = re.compile(r"\.(\d{4,})-of-(\d{4,})(?:\.[0-9a-f]{16})?\.safetensors")
+_SHARD = re.compile(r"\.(\d{4,})-of-(\d{4,})\.[0-9a-f]{16}\.safetensors")
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Save:
     """One save of a directory.
 
     Args:
-        id: Its id; empty for those of older Pacelines.
+        id: Its id.
         time_s: When it was made, by the clock of the last server.
         files: Of all manifests.
         manifests: One for each server that has saved.
@@ -115,8 +115,8 @@ def saves_in(directory: Path) -> dict[str, Save]:
             manifest = _read(path)
         except FileNotFoundError:  # another server has just deleted it
             continue
-        save = found.setdefault(manifest.get("save", ""), Save(manifest.get("save", "")))
-        save.time_s = max(save.time_s, float(manifest.get("time_s", 0.0)))
+        save = found.setdefault(manifest["save"], Save(manifest["save"]))
+        save.time_s = max(save.time_s, float(manifest["time_s"]))
         save.files += [Path(entry["file"]).name for entry in manifest["files"]]
         save.manifests.append(path)
     return found
@@ -125,10 +125,10 @@ def saves_in(directory: Path) -> dict[str, Save]:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-        if not isinstance(found, dict) or not isinstance(found["files"], list):
-            raise ValueError("it lists no files")
-        return found
-    except (ValueError, KeyError) as error:
+        if not isinstance(found["files"], list) or not isinstance(found["save"], str):
+            raise ValueError("it lists no files, or is of no save")
+        return dict(found)
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name} is damaged: {error}") from None
 
 

@@ -7,28 +7,24 @@ ids, rows and state of its slots, and the clients with what of theirs is applied
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.errors import ConfigurationError, ServerStateError
-from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
+from paceline.ps.protocol.table_spec import Shard, TableSpec
 from paceline.ps.state.clients import Client
 from paceline.ps.state.refusal import Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.state.table import Table
 from paceline.ps.storage.tensor_file import TensorFile, has_checksum, open_tensors, write_tensors
 
-log = logging.getLogger("paceline.ps")
-
 FORMAT = "paceline-ps-snapshot"
 VERSION = "2"
-_UNCHECKED = "1"
-"""Has no checksum."""
 LINES = 1 << 16
 """So many rows are read at a time."""
 
@@ -69,15 +65,10 @@ def read_snapshot(path: Path, store: Store) -> None:
         ServerStateError: The file is damaged, of another version, or larger than the store may be.
     """
     try:
-        is_checked = has_checksum(path)
-        with open_tensors(path) as file:
-            check_version(file, FORMAT, is_checked)
+        with open_checked(path, FORMAT) as file:
             for described in json.loads(file.metadata["tables"]):
-                spec, shard, step = parse(described)
-                table = store.create(spec, shard)
-                for ids, rows, state in read_table(file, f"{table.number}.", table):
-                    table.adopt(ids.numpy(), rows, state)
-                table.step = step
+                saved = parse(described)
+                fill_table(store.create(saved.spec, saved.shard), file, saved.step)
             _read_clients(file, store)
     except (ValueError, KeyError, TypeError, OSError, ConfigurationError) as error:
         raise ServerStateError(f"the snapshot {path} cannot be read: {error}") from error
@@ -87,30 +78,35 @@ def read_snapshot(path: Path, store: Store) -> None:
 
 def describe(table: Table) -> dict[str, object]:
     """What a table is, as JSON takes it."""
-    shard = table.shard
     return {
         "table": table.spec.to_json(),
-        "shard": {"sharding": shard.sharding.value, "index": shard.index, "count": shard.count},
+        "shard": table.shard.to_json(),
         "step": table.step,
     }
 
 
-def parse(described: Mapping[str, Any]) -> tuple[TableSpec, Shard, int]:
+class SavedTable(NamedTuple):
+    """What a file says of a table."""
+
+    spec: TableSpec
+    shard: Shard
+    step: int
+
+
+def parse(described: Mapping[str, Any]) -> SavedTable:
     """The inverse of ``describe``."""
-    shard = described["shard"]
-    return (
-        TableSpec.from_json(described["table"]),
-        Shard(Sharding(shard["sharding"]), int(shard["index"]), int(shard["count"])),
-        int(described["step"]),
-    )
+    spec, shard = TableSpec.from_json(described["table"]), Shard.from_json(described["shard"])
+    return SavedTable(spec, shard, int(described["step"]))
 
 
 def table_tensors(table: Table) -> dict[str, Tensor]:
     """All that a table keeps, by name: views of its memory, in the order of its slots."""
-    if not table.count:
-        return {}
-    names = ["rows", *(f"state.{column.name}" for column in table.columns)]
-    kept = zip(names, table.storage.kept(), strict=True)
+    widths = column_widths(table)
+    if not table.count:  # it need not have memory
+        dtypes = [table.dtype, *(column.dtype for column in table.columns)]
+        empty = [torch.empty((0, w), dtype=d) for w, d in zip(widths.values(), dtypes, strict=True)]
+        return {"ids": torch.empty(0, dtype=torch.int64), **dict(zip(widths, empty, strict=True))}
+    kept = zip(widths, table.storage.kept(), strict=True)
     return {"ids": torch.from_numpy(table.storage.ids()), **dict(kept)}
 
 
@@ -129,8 +125,6 @@ def read_table(file: TensorFile, prefix: str, table: Table) -> Iterator[Piece]:
     Raises:
         ValueError: Shapes are not the table's.
     """
-    if f"{prefix}ids" not in file.names:
-        return
     columns = column_widths(table)
     count = file.shape(f"{prefix}ids")[0]
     for name, width in columns.items():
@@ -142,42 +136,40 @@ def read_table(file: TensorFile, prefix: str, table: Table) -> Iterator[Piece]:
         yield file.lines(f"{prefix}ids", start, stop), rows, tuple(state)
 
 
-def check_version(file: TensorFile, wanted: str, is_checked: bool) -> None:
-    """Refuse another kind of file, another version, and one whose checksum is missing.
+def fill_table(table: Table, file: TensorFile, step: int) -> None:
+    """Give a table without rows all those of a file."""
+    for ids, rows, state in read_table(file, f"{table.number}.", table):
+        table.adopt(ids.numpy(), rows, state)
+    table.step = step
 
-    Args:
-        file: Which.
-        wanted: Its format.
-        is_checked: Whether it had a checksum, and the right one.
+
+@contextmanager
+def open_checked(path: Path, wanted: str) -> Iterator[TensorFile]:
+    """Open a file of this format, whose bytes are what was written.
 
     Raises:
-        ValueError: What is wrong with it.
+        ValueError: It is damaged, of another format, or of another version.
+        OSError: It cannot be read.
     """
-    kind, version = file.metadata.get("format"), file.metadata.get("version")
-    if kind != wanted:
-        raise ValueError(f"{file.path.name} is no {wanted} but {kind}")
-    if version not in (VERSION, _UNCHECKED):
-        raise ValueError(
-            f"{file.path.name} is of version {version}, and this Paceline reads {VERSION}"
-        )
-    if version == VERSION and not is_checked:
-        raise ValueError(f"{file.path.name} is damaged: its checksum is missing")
-    if not is_checked:
-        log.warning("%s has no checksum: an older Paceline wrote it. Read as it is", file.path)
+    is_checked = has_checksum(path)
+    with open_tensors(path) as file:
+        kind, version = file.metadata.get("format"), file.metadata.get("version")
+        if kind != wanted:
+            raise ValueError(f"{path.name} is no {wanted} but {kind}")
+        if version != VERSION:
+            raise ValueError(
+                f"{path.name} is of version {version}, and this Paceline reads {VERSION}"
+            )
+        if not is_checked:
+            raise ValueError(f"{path.name} is damaged: its checksum is missing")
+        yield file
 
 
 def _read_clients(file: TensorFile, store: Store) -> None:
-    names, applied = file.whole("clients"), file.whole("applied").tolist()
-    clients = [
-        (bytes(name.tolist()), Client(bytes(name.tolist()), count))
-        for name, count in zip(names, applied, strict=True)
-    ]
+    names = [bytes(name) for name in file.whole("clients").tolist()]
+    applied, refused = file.whole("applied").tolist(), json.loads(file.metadata["refused"])
+    refusals: list[dict[int, Refusal]] = [{} for _ in names]
     for line, sequence, refusal in json.loads(file.metadata["refusals"]):
-        client = clients[line][1]
-        client.refusals = {**(client.refusals or {}), sequence: Refusal.from_json(refusal)}
-        client.refused += 1
-    if "refused" in file.metadata:  # older snapshots do not have it
-        for (_, client), refused in zip(clients, json.loads(file.metadata["refused"]), strict=True):
-            client.refused = int(refused)
-    for name, client in clients:
-        store.clients.restore(name, client)
+        refusals[line][sequence] = Refusal.from_json(refusal)
+    for each in zip(names, applied, refusals, map(int, refused), strict=True):
+        store.clients.restore(Client(*each))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.ps.storage import files
-from paceline.ps.storage.faults import Place, reach
+from paceline.ps.storage.faults import FaultPoint, reach
 
 _NAMES = {
     torch.float32: "F32",
@@ -76,19 +75,9 @@ def write_tensors(
         OSError: The disk does not want to; nothing is left behind.
         ValueError: A stream was not as long as it said.
     """
-    temporary = path.with_name(path.name + files.TEMPORARY)
-    try:
-        descriptor = files.disk.create(temporary)
-        try:
-            size = _write_all(descriptor, _streams(tensors), metadata)
-            files.disk.sync(descriptor)
-        finally:
-            os.close(descriptor)
-        reach(Place.WRITTEN)
-        files.replace(temporary, path)
-    except BaseException:
-        files.discard(temporary)
-        raise
+    with files.new_file(path) as descriptor:
+        size = _write_all(descriptor, _streams(tensors), metadata)
+        reach(FaultPoint.WRITTEN)
     return size
 
 
@@ -116,7 +105,7 @@ def _write_all(descriptor: int, streams: Mapping[str, Stream], metadata: Mapping
     crc = zlib.crc32(start)
     for index, (name, stream) in enumerate(streams.items()):
         if index == len(streams) // 2:
-            reach(Place.WRITING)
+            reach(FaultPoint.WRITING)
         crc = _write_stream(descriptor, name, stream, crc)
     files.write_all_at(descriptor, b"%08x" % crc, start.index(_CRC_KEY) + len(_CRC_KEY))
     return len(start) + at
@@ -174,7 +163,6 @@ class TensorFile:
         self.path = path
         self._opened = opened
         self.metadata: dict[str, str] = opened.metadata() or {}
-        self.names: set[str] = set(opened.keys())
 
     def shape(self, name: str) -> list[int]:
         """Of a tensor."""

@@ -19,13 +19,13 @@ import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.torch_private import replace_flight_dumps
+from paceline.containers import tensors_in
+from paceline.torch_private.profiler import replace_flight_dumps
 
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 MAX_FRAMES = 32
@@ -135,15 +135,6 @@ class FlightRecorder:
     def _is_inner(self, entry: dict[str, Any]) -> bool:
         """Say whether it is what our inner group did for a collective that we have ourselves."""
         return not entry["is_p2p"] and entry["process_group"][0] in self._groups
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or those in lists of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.torch_private import gloo_group
+from paceline.torch_private.groups import gloo_group
 
 MAKING = "the making of the group"
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME
 from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
-from paceline.gloo_threads import settle_gloo_at_exit
+from paceline.gloo_threads import wait_for_gloo_at_exit
 from paceline.liveness import Watch, adopt, watch_of
 from paceline.liveness.store import gather_by_store
 from paceline.shm.attach.connect import Refusal, connect
 from paceline.shm.attach.connection import Connection
-from paceline.shm.backend.cpu_backend import CpuBackend
+from paceline.shm.backend.cpu_backend import CpuBackend, release_destroyed
 from paceline.shm.backend.flight_recorder import UNRECORDED, flight_recorder
 from paceline.shm.backend.gloo import MAKING, make_gloo
 from paceline.shm.backend.monitored_barrier import accept_groups
@@ -32,14 +32,16 @@ from paceline.shm.backend.operations import CrossHostOperations, HostOperations
 from paceline.shm.backend.profiling import ProfiledCall
 from paceline.shm.backend.work import FutureThread
 from paceline.shm.collectives.chunked import HEAP_BYTES
-from paceline.shm.collectives.cross_host import CHANNELS, CrossHostGroup, count_lanes, lane_ranks
-from paceline.shm.diagnose.errors import forked_error
-from paceline.torch_private import (
-    attach_cpu_backend,
-    gloo_group,
-    is_profiled,
-    never_compiled,
+from paceline.shm.collectives.cross_host import (
+    CHANNELS,
+    CrossHostGroup,
+    count_leaders,
+    leader_ranks,
 )
+from paceline.shm.diagnose.errors import forked_error
+from paceline.torch_private.compile import never_compiled
+from paceline.torch_private.groups import attach_cpu_backend, gloo_group
+from paceline.torch_private.profiler import is_profiled
 
 
 @never_compiled  # torch's own DDP calls these methods in a backward that may be compiled
@@ -77,12 +79,13 @@ class PacelineGroup(dist.ProcessGroup):
         self._owner = Owner()
         self._store = store
         self._timeout = timeout
-        self._started = 0
+        self._started = self._splits = 0
         self._name = self._text = ""
         self._recorder = flight_recorder()
         self._futures = FutureThread()
         self._operations: HostOperations | CrossHostOperations | None = None
-        settle_gloo_at_exit()
+        wait_for_gloo_at_exit()
+        release_destroyed()
         accept_groups(PacelineGroup)
         watch = Watch(store, rank, world)
         adopt(self, watch)
@@ -110,13 +113,13 @@ class PacelineGroup(dist.ProcessGroup):
         timeout_s = self._timeout.total_seconds()
         if len(connection.hosts) == 1:
             return HostOperations(connection, self._futures, timeout_s)
-        lane = None
-        if connection.index < count_lanes(connection):
-            ranks = lane_ranks(connection.hosts, connection.index)
-            place, name = ranks.index(self.rank()), f"paceline/lane{connection.index}"
-            make = partial(make_gloo, self._store, place, len(ranks), self._timeout, name)
-            lane = watch_of(self).call(MAKING, make)
-        group = CrossHostGroup(connection, lane, timeout_s, watch_of(self))
+        leader_group = None
+        if connection.index < count_leaders(connection):
+            ranks = leader_ranks(connection.hosts, connection.index)
+            index, name = ranks.index(self.rank()), f"paceline/leaders{connection.index}"
+            make = partial(make_gloo, self._store, index, len(ranks), self._timeout, name)
+            leader_group = watch_of(self).call(MAKING, make)
+        group = CrossHostGroup(connection, leader_group, timeout_s, watch_of(self))
         return CrossHostOperations(group, self._futures)
 
     # --- what c10d asks about a group ------------------------------------------------------------
@@ -161,6 +164,30 @@ class PacelineGroup(dist.ProcessGroup):
     def timeout_s(self) -> float:
         """The deadline of a collective."""
         return self._timeout.total_seconds()
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> PacelineGroup | None:
+        """The group of some of the ranks; None on the others. ``dist.split_group`` calls it.
+
+        Torch's own would split the inner gloo backend, into a group that is not ours. `opts` are
+        gloo's and `device_types` can only be the CPU: a Paceline group has no other.
+        """
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"split/{'-'.join(map(str, ranks))}/{self._splits}"
+        store = dist.PrefixStore(f"paceline/split/{name}", self._store)  # type: ignore[attr-defined]
+        group = PacelineGroup(store, ranks.index(self.rank()), len(ranks), timeout or self._timeout)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self._text}:split:{self._splits}")
+        self._splits += 1
+        return group
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of later collectives."""

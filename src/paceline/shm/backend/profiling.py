@@ -11,11 +11,11 @@ import contextlib
 import threading
 from typing import Any
 
+from paceline.containers import tensors_in
 from paceline.errors import CollectiveError
 from paceline.shm.backend.flight_recorder import NAMES as TITLES
-from paceline.shm.backend.flight_recorder import tensors_in
 from paceline.shm.backend.work import FutureThread, SharedWork
-from paceline.torch_private import record_inputs, record_until_done
+from paceline.torch_private.profiler import record_inputs, record_until_done
 
 # c10d's operators, where they are not the method's name and an underscore.
 OPERATORS = {

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline.forks import Owner
 from paceline.shm.collectives.pending import InFlight
 
-CLOSE_PATIENCE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 
 
 class FutureThread:
@@ -66,7 +66,7 @@ class FutureThread:
                 return
             self._queue.put(None)
         if thread is not threading.current_thread():
-            thread.join(CLOSE_PATIENCE_S)
+            thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (complete := self._queue.get()) is not None:

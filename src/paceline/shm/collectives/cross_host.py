@@ -1,11 +1,11 @@
-"""All-reduce over several hosts: inside each host through shared memory, between them by lanes.
+"""All-reduce over several hosts: inside each host through shared memory, between them by leaders.
 
-[Note: lanes]
-With h hosts and at least n ranks on each there are n lanes; lane i is rank i of every host. A
-tensor is cut into n slices. Each host sums slice i into its rank i (``reduce_lanes``), lane i sums
-it over the hosts (an ordinary c10d all-reduce, all lanes at once), and every rank copies all slices
-from its host's lanes (``share_lanes``). So a slice crosses the network once for each host, not once
-for each rank.
+[Note: leaders]
+If every host has at least n ranks, the first n ranks of each host are its leaders. A tensor is cut
+into n slices. Each host sums slice i into its leader i (``reduce_to_leaders``), the leaders i of
+all hosts sum it (a c10d all-reduce in their leader group, all groups at once), and every rank
+copies all slices from its host's leaders (``copy_from_leaders``). So a slice crosses the network
+once for each host, not once for each rank.
 
 The two steps inside the host are on different channels: while bucket 0 is being shared, bucket 1
 may already be reduced, and the order on each channel is the same on all ranks.
@@ -34,21 +34,21 @@ from paceline.shm.collectives.pending import Pending
 
 ACROSS = "all_reduce over hosts"
 UNFINISHED = "The sum over several hosts is not done yet. It goes on: wait for it once more."
-CLOSE_PATIENCE_S = 5.0
-"""How long :meth:`CrossHostGroup.close` waits for a lane that waits for another host. The thread is
-a daemon, and ends with the lane's own time-out at the latest."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long :meth:`CrossHostGroup.close` waits for a leader that waits for another host. The
+thread is a daemon, and ends with the leader group's time-out at the latest."""
 CHANNELS = 2
-"""What a connection for lanes needs."""
+"""What a connection needs here: one for each of the two steps inside the host."""
 
 
-def count_lanes(connection: Connection) -> int:
+def count_leaders(connection: Connection) -> int:
     """How many ranks every host has at least."""
     return min(len(host) for host in connection.hosts)
 
 
-def lane_ranks(hosts: Sequence[Sequence[int]], lane: int) -> list[int]:
-    """Return the ranks that exchange slice ``lane``: one of each host."""
-    return [host[lane] for host in hosts]
+def leader_ranks(hosts: Sequence[Sequence[int]], index: int) -> list[int]:
+    """Return the ranks that exchange slice ``index``: one of each host."""
+    return [host[index] for host in hosts]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class CrossHostReduction:
                 target.copy_(self.tensor)
 
     def _explain(self, error: BaseException) -> BaseException:
-        """A lane of this host may have given up because a rank of another host is gone."""
+        """A leader of this host may have given up because a rank of another host is gone."""
         if not isinstance(error, GroupAbortedError):
             return error
         lost = self.watch.roster.first_lost()
@@ -117,23 +117,23 @@ class CrossHostGroup:
 
     Args:
         connection: With two channels.
-        lane: The c10d group of this rank's lane; None if it has none.
-        timeout_s: For the steps inside the host; the lane has its own.
+        leader_group: The c10d group of the leaders with this rank's index; None: it is no leader.
+        timeout_s: For the steps inside the host; the leader group has its own.
         watch: Of the whole group.
     """
 
     def __init__(
         self,
         connection: Connection,
-        lane: dist.ProcessGroup | None,
+        leader_group: dist.ProcessGroup | None,
         timeout_s: float,
         watch: Watch,
     ) -> None:
         self._watch = watch
         self._reduce = SharedGroup(connection, 0, timeout_s)
         self._share = SharedGroup(connection, 1, timeout_s)
-        self._lanes = count_lanes(connection)
-        self._lane = lane
+        self._leaders = count_leaders(connection)
+        self._leader_group = leader_group
         self._queue: queue.SimpleQueue[CrossHostReduction | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.arena = connection.arena
@@ -149,7 +149,7 @@ class CrossHostGroup:
         """
         if copy_of is not None:
             tensor.copy_(copy_of)
-        reduced = self._reduce.reduce_lanes(tensor, self._lanes)
+        reduced = self._reduce.reduce_to_leaders(tensor, self._leaders)
         reduction = CrossHostReduction(tensor, copy_of, reduced, self._watch)
         if self._thread is None:
             self._make_thread()
@@ -159,11 +159,11 @@ class CrossHostGroup:
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later steps, inside the host and between hosts."""
         self._reduce.timeout_s = self._share.timeout_s = timeout_s
-        if self._lane is not None:
-            self._lane.set_timeout(timedelta(seconds=timeout_s))
+        if self._leader_group is not None:
+            self._leader_group.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """End the group for all ranks of this host; other hosts wait for their lanes' time-out."""
+        """End the group for all ranks of this host; other hosts wait for their time-out."""
         self._reduce.abort()
         self._share.abort()
 
@@ -174,10 +174,10 @@ class CrossHostGroup:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
-            thread.join(CLOSE_PATIENCE_S)
+            thread.join(CLOSE_TIMEOUT_S)
 
     def _make_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="paceline-lanes", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -185,7 +185,7 @@ class CrossHostGroup:
             try:
                 self._wait_reduced(reduction.reduced)
                 self._cross(reduction.tensor)
-                reduction.shared = self._share.share_lanes(reduction.tensor, self._lanes)
+                reduction.shared = self._share.copy_from_leaders(reduction.tensor, self._leaders)
             except BaseException as error:
                 reduction.error = error
                 # Peers on this host would wait for a slice that never comes.
@@ -206,12 +206,12 @@ class CrossHostGroup:
 
     def _cross(self, tensor: torch.Tensor) -> None:
         """Sum this rank's slice over the hosts."""
-        if self._lane is None:
+        if self._leader_group is None:
             return
         begin, end = (
-            native.cut(tensor.numel(), self._lanes, self._reduce.index + step, tensor.itemsize)
+            native.cut(tensor.numel(), self._leaders, self._reduce.index + step, tensor.itemsize)
             for step in (0, 1)
         )
-        lane = self._lane
+        leaders = self._leader_group
         if begin < end:
-            self._watch.run(ACROSS, lambda: lane.allreduce([tensor[begin:end]]))
+            self._watch.run(ACROSS, lambda: leaders.allreduce([tensor[begin:end]]))

@@ -23,11 +23,19 @@ from paceline.forks import Owner
 from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection
 from paceline.shm.collectives.pending import FORKED, Pending
-from paceline.shm.core.dtypes import DTYPES, describe_request, real_view
+from paceline.shm.core.dtypes import DTYPES, describe_request, real_view, reduced_code
 from paceline.shm.diagnose.errors import ChannelView, closed_error, forked_error, operation_error
 
 NOT_IN_ARENA = native.NOT_IN_ARENA if native is not None else 0
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+_REDUCING: set[int] = set()
+if native is not None:
+    _REDUCING = {
+        native.KIND_ALL_REDUCE,
+        native.KIND_REDUCE,
+        native.KIND_REDUCE_SCATTER,
+        native.KIND_REDUCE_TO_LEADERS,
+    }
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class SharedGroup:
     def start_all_reduce(self, tensor: torch.Tensor, op: int) -> Pending:
         """Like :meth:`all_reduce`, for a contiguous real tensor: the shortest way."""
         operation = self._hand_in_all_reduce(self._core.start, tensor, op)
-        pending = Pending(operation, tensor, (), self._judge)
+        pending = Pending(operation, tensor, (), self._explain)
         self._remember(pending)
         return pending
 
@@ -99,7 +107,7 @@ class SharedGroup:
         """
         operation = self._hand_in_all_reduce(self._core.run, tensor, op)
         if operation.status() != native.STATUS_OK:
-            pending = Pending(operation, tensor, (), self._judge)
+            pending = Pending(operation, tensor, (), self._explain)
             self._remember(pending)
             pending.wait()
 
@@ -108,7 +116,7 @@ class SharedGroup:
         return self._hand_in(
             begin,
             native.KIND_ALL_REDUCE,
-            DTYPES[tensor.dtype],
+            reduced_code(tensor.dtype),
             op,
             0,
             tensor.numel(),
@@ -183,13 +191,13 @@ class SharedGroup:
         splits = tuple(tensor.nbytes for tensor in (*sent, *outputs))
         return self._begin(native.KIND_ALL_TO_ALL, _NOTHING, call, buffers, splits=splits)
 
-    def reduce_lanes(self, tensor: torch.Tensor, lanes: int) -> Pending:
-        """Sum in place, slice i to rank i < ``lanes`` only. The tensor lies in the arena."""
-        return self._in_arena(native.KIND_REDUCE_LANES, tensor, lanes)
+    def reduce_to_leaders(self, tensor: torch.Tensor, leaders: int) -> Pending:
+        """Sum in place, slice i to rank i < ``leaders`` only. The tensor lies in the arena."""
+        return self._in_arena(native.KIND_REDUCE_TO_LEADERS, tensor, leaders)
 
-    def share_lanes(self, tensor: torch.Tensor, lanes: int) -> Pending:
-        """Copy slice i of rank i < ``lanes`` to all. The tensor lies in the arena."""
-        return self._in_arena(native.KIND_SHARE_LANES, tensor, lanes)
+    def copy_from_leaders(self, tensor: torch.Tensor, leaders: int) -> Pending:
+        """Copy slice i of rank i < ``leaders`` to all. The tensor lies in the arena."""
+        return self._in_arena(native.KIND_COPY_FROM_LEADERS, tensor, leaders)
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -217,13 +225,13 @@ class SharedGroup:
 
     # --- beginning and judging -------------------------------------------------------------------
 
-    def _in_arena(self, kind: int, tensor: torch.Tensor, lanes: int) -> Pending:
+    def _in_arena(self, kind: int, tensor: torch.Tensor, leaders: int) -> Pending:
         offset = self.arena.offset_of(tensor)
         assert offset is not None
         buffers = _Buffers()
         buffers.inout(tensor)
         op = native.OP_SUM
-        return self._begin(kind, tensor, ASYNC, buffers, op=op, root=lanes, offset=offset)
+        return self._begin(kind, tensor, ASYNC, buffers, op=op, root=leaders, offset=offset)
 
     def _begin(
         self,
@@ -240,15 +248,17 @@ class SharedGroup:
         """Hand a collective to the core; ``tensor`` says dtype and size of one part."""
         buffers = buffers or _Buffers()
         dtype, count = DTYPES.get(tensor.dtype), tensor.numel()
-        if dtype is None:  # is moved, never reduced: bytes will do
-            dtype, count = native.DTYPE_U8, tensor.nbytes
+        if dtype is None:
+            if kind in _REDUCING:
+                reduced_code(tensor.dtype)
+            dtype, count = native.DTYPE_U8, tensor.nbytes  # is moved: bytes will do
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
         inputs, outputs = tuple(buffers.inputs), tuple(buffers.outputs)
         begin = self._core.run if call.blocking else self._core.start
         operation = self._hand_in(
             begin, kind, dtype, op, root, count, offset, inputs, outputs, splits, timeout_s
         )
-        pending = Pending(operation, buffers.tensors, buffers.copies, self._judge)
+        pending = Pending(operation, buffers.tensors, buffers.copies, self._explain)
         self._remember(pending)
         return pending
 
@@ -284,7 +294,7 @@ class SharedGroup:
             while self._in_flight and self._in_flight[0].try_finish():
                 self._in_flight.popleft()
 
-    def _judge(self, pending: Pending, status: int) -> CollectiveError:
+    def _explain(self, pending: Pending, status: int) -> CollectiveError:
         what = describe_request(pending.operation.request())
         if status == FORKED or not self._owner.is_here():
             return forked_error(self._me.rank, self._me.pid)

@@ -13,7 +13,7 @@ from paceline.native.extension import native
 
 FORKED = -1
 """A status beside the core's: this process is a child of the one that began the operation."""
-Judge = Callable[["Pending", int], CollectiveError]
+Explain = Callable[["Pending", int], CollectiveError]
 
 
 class InFlight(Protocol):
@@ -42,19 +42,19 @@ class InFlight(Protocol):
 class Pending:
     """One collective. Holds its tensors until it is done: the native core writes to them."""
 
-    __slots__ = ("_copies", "_judge", "_lock", "_tensors", "operation")
+    __slots__ = ("_copies", "_explain", "_lock", "_tensors", "operation")
 
     def __init__(
         self,
         operation: Any,
         tensors: Any,
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        judge: Judge,
+        explain: Explain,
     ) -> None:
         self.operation = operation
         self._tensors = tensors
         self._copies = copies
-        self._judge = judge
+        self._explain = explain
         self._lock = RLock()
 
     def is_done(self) -> bool:
@@ -79,9 +79,9 @@ class Pending:
             try:
                 status = self.operation.wait(timeout_s)
             except native.ForkedError:
-                raise self._judge(self, FORKED) from None
+                raise self._explain(self, FORKED) from None
         if status != native.STATUS_OK:
-            raise self._judge(self, status)
+            raise self._explain(self, status)
         self._finish()
 
     def _finish(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.errors import CollectiveInputError
 from paceline.native.extension import native
 
 DTYPES: dict[torch.dtype, int] = {}
@@ -53,6 +54,21 @@ def can_reduce(dtype: torch.dtype, op: int | None) -> bool:
         return op in _LINEAR and can_reduce(dtype.to_real(), op)
     code = DTYPES.get(dtype)
     return code is not None and op is not None and bool(native.can_reduce(code, op))
+
+
+def reduced_code(dtype: torch.dtype) -> int:
+    """Return what the native core calls a dtype whose numbers it adds up.
+
+    Raises:
+        CollectiveInputError: If it cannot.
+    """
+    code = DTYPES.get(dtype)
+    if code is None:
+        raise CollectiveInputError(
+            f"Tensors of {dtype} cannot be summed in shared memory. Sum them in torch.bfloat16 or "
+            "torch.float32, or pass transport='c10d' if the process group can do it."
+        )
+    return code
 
 
 def describe_request(request: Any) -> str:

@@ -16,7 +16,7 @@ growing numbers; a reader copies a record and believes it only if its checksum i
 the one with the higher number. So a rank that dies or is stopped in the middle of a write leaves
 the record before it, a reader never waits, and no order of stores is relied on. The doorbell is
 counted up by anybody (``native.ring_doorbell``). What a record says is not trusted: it is bounded,
-its types are checked where it is used, and :func:`printable` takes out what could upset a terminal.
+its types are checked where it is used, and ``printable`` takes out what could upset a terminal.
 """
 
 from __future__ import annotations
@@ -111,12 +111,6 @@ class Pages:
         except ValueError:
             return 0, {}
         return (number, value) if isinstance(value, dict) else (0, {})
-
-
-def printable(text: Any, limit: int = MAX_TEXT_BYTES) -> str:
-    """Make a peer's text fit to be shown: bounded, without control characters but line ends."""
-    bounded = str(text)[:limit]
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in bounded)
 
 
 def _begin(index: int, field: Field, turn: int) -> int:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.shm.diagnose.thread_location import EVERYBODY, ThreadLocation
-from paceline.torch_private import collectives_started, default_group_or_none, group_named
+from paceline.torch_private.groups import collectives_started, default_group_or_none, group_named
 
 
 @dataclass(frozen=True)

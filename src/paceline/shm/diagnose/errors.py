@@ -23,9 +23,11 @@ from paceline.errors import (
 from paceline.liveness import Deaths
 from paceline.liveness.lost_peers import NO_LONGER
 from paceline.native.extension import native
+from paceline.observe.stall.last_seen import last_seen
+from paceline.printable import printable
 from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
-from paceline.shm.core.pages import Field, printable
+from paceline.shm.core.pages import Field
 from paceline.shm.diagnose.status import Status, describe_end, first_cause
 
 
@@ -132,7 +134,7 @@ def lost_error(view: ChannelView, about: int, what: str) -> PeerLostError:
     how = describe_end(view.status, index, row)
     text = (
         f"Rank {view.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
-        f"{_doing(row)} {NO_LONGER}"
+        f"{_doing(row)}{last_seen(lost.pid)} {NO_LONGER}"
     )
     return PeerLostError(text, rank=lost.rank, host=lost.hostname, pid=lost.pid, operation=what)
 

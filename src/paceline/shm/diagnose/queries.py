@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.native.extension import native
-from paceline.shm.core.pages import Field, Pages, printable
+from paceline.printable import printable
+from paceline.shm.core.pages import Field, Pages
 from paceline.shm.diagnose.status import Status
 from paceline.shm.diagnose.thread_location import ThreadLocation, locate_thread
-from paceline.torch_private import registered_name
+from paceline.torch_private.groups import registered_name
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class PeerQueries:
             self._seen = count
             self._answer()
 
-    def ask(self, peers: Sequence[int], patience_s: float) -> dict[int, Answer]:
+    def ask(self, peers: Sequence[int], timeout_s: float) -> dict[int, Answer]:
         """Ask ranks what they are doing; without those that do not answer in time."""
-        until_s = time.monotonic() + patience_s
+        until_s = time.monotonic() + timeout_s
         before = {peer: self._count_of(peer) for peer in peers}
         for peer in peers:
             self.ring(peer)

@@ -20,8 +20,9 @@ from typing import Any
 from paceline import exit_reason
 from paceline.exit_reason import ExitReason
 from paceline.native.extension import native
+from paceline.printable import printable
 from paceline.shm.core.members import Member
-from paceline.shm.core.pages import Field, Pages, printable
+from paceline.shm.core.pages import Field, Pages
 
 
 class How(enum.Enum):
@@ -119,7 +120,10 @@ def describe_end(status: Status, index: int, row: Any) -> str:
     if ending is not None or (is_closed and not is_alive):
         return "has left the group: its program has ended without an exception."
     if is_alive:
-        return "has left the group: destroy_process_group(), or its wrapper was deleted."
+        return (
+            "has left the group: destroy_process_group(), or its wrapper was deleted, as at the "
+            "end of a function or of its program."
+        )
     return (
         "has died without an exception of Python's: killed by a signal, ended by os._exit(), or "
         "crashed. Look at its log, and at the kernel's for a kill for lack of memory."

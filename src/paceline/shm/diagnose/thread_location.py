@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.exit_reason import is_library
-from paceline.torch_private import (
+from paceline.torch_private.groups import (
     C10D_FILE,
     collectives_started,
     default_group_or_none,
@@ -191,6 +191,6 @@ def _is_waiting(innermost: FrameType) -> bool:
 
 def _link(frame: FrameType) -> str:
     owner = frame.f_locals.get("self")
-    judge = getattr(owner, "_judge", None)
-    group = getattr(judge, "__self__", owner)
+    explain = getattr(owner, "_explain", None)
+    group = getattr(explain, "__self__", owner)
     return str(getattr(group, "link", ""))

@@ -31,9 +31,10 @@ from typing import Any, ClassVar
 
 from paceline.liveness.wait_log import WaitLog
 from paceline.native.extension import native
+from paceline.printable import printable
 from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
-from paceline.shm.core.pages import Field, printable
+from paceline.shm.core.pages import Field
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
 from paceline.shm.diagnose.queries import Answer, PeerQueries
 from paceline.shm.diagnose.status import Status
@@ -43,8 +44,8 @@ logger = logging.getLogger("paceline")
 
 FIRST_LOOK_S = 0.5
 LAST_INTERVAL_S = 10.0
-ANSWER_PATIENCE_S = 0.4
-CLOSE_PATIENCE_S = 5.0
+ANSWER_TIMEOUT_S = 0.4
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -101,7 +102,12 @@ class WaitMonitor:
         self._open.pop(self.key, None)
         self.queries.ring(self.index)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_PATIENCE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    @classmethod
+    def all_open(cls) -> list[WaitMonitor]:
+        """Return the monitors of all connections of this process."""
+        return list(cls._open.values())
 
     @classmethod
     def find(cls, link: str) -> tuple[WaitMonitor, Any] | None:
@@ -147,13 +153,13 @@ class WaitMonitor:
             wait.interval_s = min(wait.interval_s * 2, LAST_INTERVAL_S)
         # One that is in this collective, too, is just slow.
         absent = [i for i in missing if rows[i].life == native.LIFE_IDLE]
-        answers = self.queries.ask(absent, ANSWER_PATIENCE_S)
-        if self._judge(wait, core, missing, answers):
+        answers = self.queries.ask(absent, ANSWER_TIMEOUT_S)
+        if self._end_if_hopeless(wait, core, missing, answers):
             return None
         self._log(wait, rows, missing, answers)
         return wait
 
-    def _judge(
+    def _end_if_hopeless(
         self, wait: LongWait, core: Any, missing: Sequence[int], answers: dict[int, Answer]
     ) -> bool:
         """End the group if a rank will never come; say whether that is so."""

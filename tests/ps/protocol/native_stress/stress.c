@@ -94,9 +94,9 @@ static void *read_all(void *unused) {
         if (found != PL_RING_NOTHING) {
             compare(number++, found, frames, count);
             pl_ring_take(&ring);
-        } else if (pl_ring_rest(&ring)) {
+        } else if (pl_ring_prepare_sleep(&ring)) {
             sleep_until_bell();
-            pl_ring_rise(&ring);
+            pl_ring_end_sleep(&ring);
         }
     }
     return NULL;

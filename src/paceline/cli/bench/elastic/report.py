@@ -1,0 +1,178 @@
+"""What was found about kills: as a table, as JSON, and the speed over time as a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from paceline.cli.bench.elastic.contenders import OURS, OURS_SPARE
+from paceline.cli.bench.elastic.kills import Kill, StepNote, samples_per_s
+from paceline.cli.bench.elastic.overhead import COMMIT_LIMIT_US, STEP_LIMIT, Overhead
+from paceline.cli.bench.elastic.script import BATCH
+from paceline.cli.bench.harness import plot, report
+
+PHASES = ("heard", "noticed", "agreed", "rebuilt", "copied", "first step")
+TARGETS = {OURS_SPARE: (0.5, 1.0, 2.0), OURS: (0.5, 1.0, 6.0)}
+"""Of ours, in seconds: the next step, median and 95th percentile; the replacement's first step."""
+BIN_S = 0.25
+
+Phases = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found of one contender.
+
+    Attributes:
+        problem: Why there is not more; '' if all went well.
+        phases: Of each kill, for Paceline.
+    """
+
+    contender: str
+    kills: list[Kill]
+    notes: list[StepNote]
+    problem: str
+    phases: list[Phases]
+
+    def percentile(self, share: float) -> float:
+        """Of the seconds until the next step."""
+        values = sorted(kill.next_step_s for kill in self.kills)
+        return values[min(len(values) - 1, int(share * len(values)))]
+
+
+def read_phases(folder: Path, kills: Sequence[Kill]) -> list[Phases]:
+    """Match the launcher's record of each change with the kill before it."""
+    path = folder / "run" / "membership.jsonl"
+    if not path.exists():
+        return []
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    offset_s = time.time() - time.monotonic()
+    found = []
+    for kill in kills:
+        after = [e for e in events if e["at_s"] - offset_s > kill.at_s]
+        if not after:
+            continue
+        event = after[0]
+        parts = {name: event[f"{name}_s"] for name in PHASES[1:5]}
+        began_s = event["at_s"] - offset_s - kill.at_s
+        heard = {"heard": max(0.0, began_s - sum(parts.values()))}
+        first_step = max(0.0, kill.next_step_s - began_s)
+        found.append({**heard, **parts, "first step": first_step})
+    return found
+
+
+def show(args: argparse.Namespace, results: Sequence[Result], cost: Overhead | None) -> bool:
+    """Print, write and draw; say whether our targets are met."""
+    console = report.console()
+    console.print(_table(args, results))
+    for result in results:
+        if result.phases:
+            text = ", ".join(
+                f"{name} {median(p[name] for p in result.phases):.3f}" for name in PHASES
+            )
+            console.print(f"{result.contender}: median seconds until the next step: {text}")
+        if result.problem:
+            console.print(escape(f"{result.contender}: {result.problem}"))
+    if cost is not None:
+        console.print(escape(cost.describe()))
+    missed = _missed(results, cost)
+    for text in missed:
+        console.print(f"target missed: {escape(text)}")
+    report.write_json(args.json, _to_json(results, cost))
+    if args.plot is not None:
+        draw(args.plot, results)
+    return not missed
+
+
+def _table(args: argparse.Namespace, results: Sequence[Result]) -> Table:
+    made = Table(title=f"{args.ranks} ranks, SIGKILL of one at a time; seconds until")
+    for heading in ("contender", "kills", "next step p50", "p95", "replacement's step p50",
+                    "worst", "steps done again"):  # fmt: skip
+        made.add_column(heading, justify="left" if heading == "contender" else "right")
+    for each in results:
+        if not each.kills:
+            made.add_row(escape(each.contender), "0", "-", "-", "-", "-", "-")
+            continue
+        replaced = [kill.replaced_s for kill in each.kills]
+        made.add_row(
+            escape(each.contender),
+            str(len(each.kills)),
+            f"{each.percentile(0.5):.2f}",
+            f"{each.percentile(0.95):.2f}",
+            f"{median(replaced):.2f}",
+            f"{max(replaced):.2f}",
+            str(sum(kill.repeated for kill in each.kills)),
+        )
+    return made
+
+
+def _missed(results: Sequence[Result], cost: Overhead | None) -> list[str]:
+    missed = []
+    for each in results:
+        if each.contender not in TARGETS:
+            continue
+        p50, p95, replaced = TARGETS[each.contender]
+        if each.problem or not each.kills:
+            missed.append(f"{each.contender} did not go on")
+            continue
+        worst = max(kill.replaced_s for kill in each.kills)
+        for what, value, most in (
+            ("p50 of the next step", each.percentile(0.5), p50),
+            ("p95 of the next step", each.percentile(0.95), p95),
+            ("the replacement's first step", worst, replaced),
+        ):
+            if value > most:
+                missed.append(f"{each.contender}: {what} is {value:.2f} s, not {most:g}")
+    if cost is not None and (cost.ratio.low > STEP_LIMIT or cost.commit_us > COMMIT_LIMIT_US):
+        missed.append(cost.describe())
+    return missed
+
+
+def _to_json(results: Sequence[Result], cost: Overhead | None) -> dict[str, Any]:
+    return {
+        "contenders": [
+            {
+                "contender": each.contender,
+                "problem": each.problem,
+                "kills": [asdict(kill) for kill in each.kills],
+                "phases": each.phases,
+                "samples_per_s": samples_per_s(each.notes, BATCH, BIN_S),
+            }
+            for each in results
+        ],
+        "overhead": None if cost is None else asdict(cost),
+    }
+
+
+def draw(path: Path, results: Sequence[Result]) -> None:
+    """Samples a second over time, one panel below the other, with the kills."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = [each for each in results if each.notes]
+    figure, grid = pyplot.subplots(
+        max(1, len(shown)), 1, figsize=(9, 2.2 * max(1, len(shown))), squeeze=False, sharex=True
+    )
+    for panel, each in zip(grid.flat, shown, strict=False):
+        speeds = samples_per_s(each.notes, BATCH, BIN_S)
+        began_s = speeds[0][0]
+        times = [at_s - began_s for at_s, _ in speeds]
+        panel.fill_between(times, [speed for _, speed in speeds], step="post", color=plot.WINNER
+                           if each.contender in TARGETS else plot.OTHER)  # fmt: skip
+        for kill in each.kills:
+            panel.axvline(kill.at_s - began_s, color="#cf222e", linewidth=0.8)
+        panel.set_title(f"{each.contender}: {len(each.kills)} kills", fontsize=9, loc="left")
+        panel.set_ylabel("samples/s", fontsize=8)
+    grid.flat[-1].set_xlabel("seconds; a red line is a SIGKILL", fontsize=8)
+    plot.save(figure, path, "Samples per second while ranks are killed")

@@ -1,0 +1,123 @@
+"""Buffers that a forward changes, such as BatchNorm's statistics: one set for each shard.
+
+Every shard begins with the buffers of the last round. Afterwards a floating-point buffer is the
+mean of what the shards have made of it, added up by the tree of the gradients; an integer one is
+the largest. A buffer that no shard has changed stays as it is. Owned by the loop over shards.
+
+[Note: which buffers travel]
+Those that some shard has changed before, in this group: all ranks know the same ones. A rank that
+changes another one raises a flag, which travels with the integers, and it is taken up on all ranks
+in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.ddp.features.buffers import BufferSync
+from paceline.shards.sums import Gradients, PartStack
+from paceline.shards.tree import Shares
+from paceline.shards.tree_sum import start_tree_sum
+from paceline.torch_private.autograd import preserve_versions
+
+
+class ShardBuffers:
+    """The buffers of one module in one round after the other."""
+
+    def __init__(self, sync: BufferSync) -> None:
+        self._sync = sync
+        self._known: set[str] = set()
+
+    def forget(self) -> None:
+        """Begin anew, with another group."""
+        self._known = set()
+
+    def open(self, shares: Shares) -> None:
+        """Begin a round: what is there now is where every shard begins."""
+        self._sync.refresh()
+        self._shares = shares
+        self._named = dict(self._sync.named)
+        self._base = {name: buffer.clone() for name, buffer in self._named.items()}
+        self._found: list[dict[str, torch.Tensor]] = []
+
+    def take(self) -> None:
+        """A shard has run: keep what it has changed, and put the buffers back."""
+        changed = {}
+        with torch.no_grad(), preserve_versions(tuple(self._named.values())):
+            for name, buffer in self._named.items():
+                if not _is_same(buffer, self._base[name]):
+                    changed[name] = buffer.clone()
+                    buffer.copy_(self._base[name])
+        self._found.append(changed)
+
+    def close(self) -> None:
+        """Give all ranks the buffers of the next round. Collective, if there are buffers."""
+        if not self._named:
+            return
+        names = list(self._named)
+        changed = set().union(*self._found)
+        with torch.no_grad(), preserve_versions(tuple(self._named.values())):
+            self._known |= self._agree_on_changed(names, changed)
+            known = [name for name in names if name in self._known]
+            self._combine_integers([n for n in known if not self._is_mean(n)])
+            for dtype in sorted({self._named[n].dtype for n in known if self._is_mean(n)}, key=str):
+                self._combine([n for n in known if self._named[n].dtype == dtype])
+        self._found = []
+
+    def _agree_on_changed(self, names: Sequence[str], changed: set[str]) -> set[str]:
+        """Return what some shard of some rank has changed that was not known."""
+        if self._shares.world == 1:
+            return changed
+        flags = torch.tensor([int(n in changed and n not in self._known) for n in names])
+        flags = flags.to(self._named[names[0]].device)
+        self._sync.transport.messages.maximum("which buffers shards changed", flags)
+        return {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+
+    def _is_mean(self, name: str) -> bool:
+        buffer = self._named[name]
+        return buffer.is_floating_point() or buffer.is_complex()
+
+    def _of_shard(self, position: int, names: Sequence[str]) -> list[torch.Tensor]:
+        found = self._found[position]
+        return [found.get(name, self._base[name]) for name in names]
+
+    def _combine_integers(self, names: Sequence[str]) -> None:
+        """Take the largest value that any shard has."""
+        if not names:
+            return
+        flats = [
+            torch.cat([each.reshape(-1).to(torch.int64) for each in self._of_shard(p, names)])
+            for p in range(len(self._found))
+        ]
+        largest = torch.stack(flats).amax(dim=0)
+        if self._shares.world > 1:
+            self._sync.transport.messages.maximum("buffers of shards", largest)
+        self._write(names, largest)
+
+    def _combine(self, names: Sequence[str]) -> None:
+        """Take the mean over all shards, by the tree."""
+        shares = self._shares
+        stack = PartStack(shares.tree)
+        for position, shard in enumerate(shares.owned):
+            value: Gradients = [
+                torch.cat([each.reshape(-1) for each in self._of_shard(position, names)])
+            ]
+            stack.push((shard, shard + 1), value)
+        parts = [stack.value(position)[0] for position in range(len(stack))]
+        flats = [part for part in parts if part is not None]
+        total = torch.empty_like(flats[0]) if len(flats) > 1 else flats[0]
+        start_tree_sum(self._sync.transport, shares, lambda: flats, total).wait()
+        self._write(names, total.mul_(1.0 / shares.tree.shards))
+
+    def _write(self, names: Sequence[str], flat: torch.Tensor) -> None:
+        pieces = flat.split([self._named[name].numel() for name in names])
+        for name, piece in zip(names, pieces, strict=True):
+            buffer = self._named[name]
+            buffer.copy_(piece.view(buffer.shape))
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit for bit, as far as a value is concerned; NaN counts as changed."""
+    return torch.equal(left, right)

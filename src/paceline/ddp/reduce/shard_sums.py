@@ -1,0 +1,279 @@
+"""The gradients of this rank's shards, on their way into one reduction.
+
+All shards of a rank but the last leave their gradients here (:meth:`ShardSums.push`). The backward
+of the last one is the step that the reducer knows: when a bucket is full, what lies here is added
+to it (:meth:`ShardSums.join`), and the sum over all shards begins (:meth:`ShardSums.start`). Called
+by the loop over shards (features/shard_rounds.py), by launch.py and by finish.py. In which order
+things are added: [Note: the tree] in shards/tree.py.
+
+[Note: preset gradients]
+Where a shard's left sibling lies on top of the stack, it becomes ``parameter.grad`` before the
+shard's backward, so that autograd adds the two, as in ordinary accumulation; a + b and b + a have
+the same bits. Not with weights, which come before the addition, and not where parameters may go
+unused ([Note: nothing counts as zero] in shards/sums.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from paceline.buckets import Bucket, Slot
+from paceline.config import NonFinite, ReducePolicy, Shards
+from paceline.ddp.agree.control import ControlBlock
+from paceline.ddp.agree.nonfinite import is_finite
+from paceline.ddp.agree.reports import FailureKind
+from paceline.ddp.reduce.sparse import empty_sparse
+from paceline.ddp.reduce.step import Step, report_failure
+from paceline.errors import ConfigurationError
+from paceline.shards.cast import CastSum, cast_all, cast_flat
+from paceline.shards.sums import Gradients, PartStack, add_into
+from paceline.shards.tree import Node, Shares
+from paceline.shards.tree_sum import Done, SparseTreeSum, TreeSum, scratch, start_tree_sum
+from paceline.transport.sparse import add_sparse
+from paceline.types import Reduction, Transport
+
+
+class ShardSums:
+    """What the shards of one rank add up to.
+
+    Attributes:
+        shares: Who owns which shards.
+        is_open: Whether a round is under way.
+        last: What the gradients of the last backward stand for.
+        weight: Of all shards of this rank so far; None: they are not weighted.
+        dtype: Of all sums, if that is not the gradients' own (shards/cast.py).
+        arrived: Gradients of the present shard, unless it is the last of this rank.
+    """
+
+    def __init__(self, policy: Shards, rank: int, world: int) -> None:
+        self.policy = policy
+        self.dtype: torch.dtype | None = None
+        self.regroup(rank, world)
+
+    def regroup(self, rank: int, world: int) -> None:
+        """Go on as another rank, among others.
+
+        Raises:
+            ConfigurationError: If there are more ranks than shards.
+        """
+        if world > self.policy.count:
+            raise ConfigurationError(
+                f"{world} ranks cannot share {self.policy.count} shards: each needs one at least. "
+                "Choose shards for the largest number of ranks that this training will have."
+            )
+        self.shares = Shares(self.policy.count, rank, world)
+        self._stack = PartStack(self.shares.tree)
+        self.close()
+
+    def open(self) -> None:
+        """Begin a round."""
+        self.close()
+        self.is_open = True
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._stack.clear()
+        self.is_open = False
+        self.last: Node = (0, 0)
+        self.weight: float | None = None
+        self.arrived = 0
+        self._bad: list[tuple[FailureKind, int, list[int]]] = []
+
+    # --- shards --------------------------------------------------------------------------------
+
+    def preset(self, shard: int, parameters: Sequence[torch.Tensor], policy: ReducePolicy) -> Node:
+        """Prepare ``parameter.grad`` for a shard; return what it will stand for afterwards."""
+        node = (shard, shard + 1)
+        if not self._lets_autograd_add(policy) or not self._stack.completes(node):
+            return node
+        top = self._stack.value(-1)
+        if any(gradient is None or gradient.is_sparse for gradient in top):
+            return node
+        left, gradients = self._stack.pop()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return left[0], shard + 1
+
+    def stays(self, node: Node, count: int, policy: ReducePolicy) -> bool:
+        """Whether a shard's gradients may stay in place, for autograd to add the next one's.
+
+        So it is with the first of two siblings ([Note: preset gradients]), if it has brought all
+        ``count`` gradients and nobody wants to look at them.
+        """
+        following = (node[1], node[1] + 1)
+        is_first = node[1] in self.shares.owned and self.shares.tree.are_siblings(node, following)
+        is_plain = self._lets_autograd_add(policy)
+        is_seen = policy.nonfinite is NonFinite.IGNORE and self.arrived == count
+        return is_first and is_plain and is_seen
+
+    def _lets_autograd_add(self, policy: ReducePolicy) -> bool:
+        return self.weight is None and self.dtype is None and not policy.tracks_unused
+
+    def push(
+        self, node: Node, gradients: Gradients, weight: float | None, policy: ReducePolicy
+    ) -> None:
+        """Take the gradients of a shard, which is not the last one of this rank."""
+        shard = node[1] - 1
+        self._look(shard, gradients, policy)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and gradient.is_sparse:
+                gradients[index] = gradient.coalesce()
+        if weight is not None:
+            gradients = _weigh(gradients, weight)
+        if self.dtype is not None:
+            gradients = cast_all(gradients, self.dtype, 1.0 / self.policy.count)
+        self._stack.push(node, gradients)
+
+    def _look(self, shard: int, gradients: Gradients, policy: ReducePolicy) -> None:
+        """Note what is wrong, to tell all ranks at the end of the round."""
+        missing = [index for index, each in enumerate(gradients) if each is None]
+        if missing and not policy.tracks_unused:
+            self._bad.append((FailureKind.MISSING, shard, missing))
+        if policy.nonfinite is not NonFinite.IGNORE:
+            bad = [
+                i for i, each in enumerate(gradients) if each is not None and not is_finite(each)
+            ]
+            if bad:
+                self._bad.append((FailureKind.NONFINITE, shard, bad))
+
+    # --- buckets -------------------------------------------------------------------------------
+
+    def tell(self, step: Step, slots: Sequence[Slot]) -> None:
+        """Let a step know what the shards before its own have brought, gradients aside."""
+        if step.weight is not None:
+            step.weight = self.weight
+        if not self.is_open:
+            detail = "a backward outside of `for micro in ddp.shards(batch)`"
+            step.fail(FailureKind.BACKWARD_RAISED, [], detail)
+        by_index = {slot.index: slot for slot in slots}
+        for kind, shard, indices in self._bad:
+            if step.failure is None or step.failure.kind is FailureKind.NONFINITE:
+                named = [by_index[index] for index in indices]
+                step.failure = report_failure(kind, step.rank, named, f"in shard {shard}")
+                break
+        self._bad = []
+
+    def join(self, step: Step, bucket: Bucket) -> None:
+        """Add to a bucket what belongs to it and lies on the stack, as far as this rank can."""
+        failure = step.failure
+        if failure is not None and failure.kind is FailureKind.NONFINITE and not failure.detail:
+            step.failure = replace(failure, detail=f"in shard {self.last[1] - 1}")
+        if bucket.sparse:
+            for values in self._take_siblings(bucket):
+                if values[0] is not None:
+                    assert bucket.sparse_gradient is not None
+                    bucket.sparse_gradient = add_sparse(values[0], bucket.sparse_gradient)
+        elif self.dtype is None:
+            for values in self._take_siblings(bucket):
+                add_into([slot.view for slot in bucket.slots], values)
+
+    def _take_siblings(self, bucket: Bucket) -> Iterator[Gradients]:
+        for node in self._siblings():
+            yield self._take(node, bucket)
+
+    def start(self, transport: Transport, bucket: Bucket, *, is_last: bool) -> Reduction:
+        """Begin the sum over all shards."""
+        shares = self.shares
+        others = shares.parts[shares.rank][:-1]
+        if bucket.sparse:
+            assert bucket.sparse_gradient is not None
+            values = [self._take(node, bucket)[0] for node in others]
+            empty = empty_sparse(bucket.slots[0].spec)
+            rows = [empty if value is None else value for value in values]
+            parts = [*rows, bucket.sparse_gradient.coalesce()]
+            take = functools.partial(setattr, bucket, "sparse_gradient")
+            return SparseTreeSum(transport, shares, parts, take)
+        assert bucket.flat is not None
+        if self.dtype is not None:
+            return self._start_cast(transport, bucket, bucket.flat, self.dtype)
+        if is_last and shares.is_pair:
+            return transport.start_last(bucket.flat)
+        make = functools.partial(self._flats, others, bucket, bucket.flat)
+        return start_tree_sum(transport, shares, make, bucket.flat)
+
+    def _start_cast(
+        self, transport: Transport, bucket: Bucket, flat: torch.Tensor, dtype: torch.dtype
+    ) -> Reduction:
+        """The same in a small dtype; torch adds, whatever the transport could."""
+        small = cast_flat(flat, bucket.spec.numel, dtype, 1.0 / self.policy.count)
+        views: Gradients = [
+            small.as_strided(slot.spec.shape, slot.spec.stride, offset)
+            for slot, offset in zip(bucket.slots, bucket.spec.offsets, strict=True)
+        ]
+        for values in self._take_siblings(bucket):
+            add_into(views, values)
+        shares = self.shares
+        make = functools.partial(self._flats, shares.parts[shares.rank][:-1], bucket, small)
+        is_alone = shares.world == 1
+        inner = Done() if is_alone else TreeSum(transport, shares, make, small)
+        return CastSum(inner, small, flat)
+
+    def _siblings(self) -> list[Node]:
+        """What this rank adds to the last gradients, one by one."""
+        node, found = self.last, []
+        for left in reversed(self._stack.nodes):
+            if not self.shares.tree.are_siblings(left, node):
+                break
+            node = (left[0], node[1])
+            found.append(left)
+        return found
+
+    def _take(self, node: Node, bucket: Bucket) -> Gradients:
+        """Take a part's gradients of a bucket; the stack lets go of them.
+
+        None at all if the part is not there, because this rank's round has failed.
+        """
+        if node not in self._stack.nodes:
+            return [None] * len(bucket.slots)
+        values = self._stack.value(self._stack.nodes.index(node))
+        taken = [values[slot.index] for slot in bucket.slots]
+        for slot in bucket.slots:
+            values[slot.index] = None
+        return taken
+
+    def _flats(
+        self, others: Sequence[Node], bucket: Bucket, last: torch.Tensor
+    ) -> list[torch.Tensor]:
+        flats = [scratch(self.shares, f"part {n}", last.numel(), last) for n in range(len(others))]
+        for node, flat in zip(others, flats, strict=True):
+            self._lay_out(node, bucket, flat)
+        return [*flats, last]
+
+    def _lay_out(self, node: Node, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Lay a part out as the bucket is; nothing is in its trailer."""
+        flat.zero_()
+        targets, sources = [], []
+        values = self._take(node, bucket)
+        for slot, offset, value in zip(bucket.slots, bucket.spec.offsets, values, strict=True):
+            if value is not None:
+                targets.append(flat.as_strided(slot.spec.shape, slot.spec.stride, offset))
+                sources.append(value)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def scale(self, step: Step, block: ControlBlock, buckets: Sequence[Bucket]) -> None:
+        """Turn sums into means. Once, at the end: whole weights have an exact sum."""
+        count = float(self.policy.count)
+        weight = count
+        if step.weight is not None:
+            weight = sum(row.weight for _, row in block.present())
+        done = 1.0 if self.dtype is None else count  # a cast comes after a division
+        for bucket in buckets:
+            if weight != done:
+                bucket.scale(done / weight if weight else 0.0)
+
+
+def _weigh(gradients: Gradients, weight: float) -> Gradients:
+    """Multiply with a weight; nothing comes of a weight of zero, not even of NaN."""
+    if weight == 0.0:
+        return [None] * len(gradients)
+    for each in gradients:
+        if each is not None:
+            (each.values() if each.is_sparse else each).mul_(weight)
+    return gradients

@@ -1,0 +1,1 @@
+"""Checkpoints of an elastic state: for when all ranks die at once."""

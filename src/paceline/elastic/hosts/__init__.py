@@ -1,0 +1,1 @@
+"""What an elastic job has to know of its hosts. Must not import torch."""

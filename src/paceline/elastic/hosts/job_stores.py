@@ -1,0 +1,132 @@
+"""The launcher's handle of the process that keeps the job's stores (:mod:`hosts.tunnel`).
+
+Used by :mod:`paceline.elastic.job`. If that process dies, it is started again. Must not import
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+from collections.abc import Callable
+
+from paceline.elastic.hosts.tunnel import EPOCHS, StoreOrder, keep_store
+from paceline.errors import ConfigurationError
+from paceline.launch.exits import exit_summary
+from paceline.launch.fork_server import ForkServer
+from paceline.launch.rendezvous import Hosts
+
+Ports = tuple[int, int]
+"""Of the store that a member meets the others at when it begins, and of that for the epochs."""
+
+
+class JobStores:
+    """See the module.
+
+    Args:
+        server: What the process is forked from.
+        selector: That the launcher waits on.
+        hosts: Of the job.
+        key: Of the job.
+        warn: Shows a line to the user.
+        on_door: Gets the port at which other hosts reach the stores.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        selector: selectors.BaseSelector,
+        hosts: Hosts,
+        key: bytes,
+        warn: Callable[[str], None],
+        on_door: Callable[[int], None],
+    ) -> None:
+        self._server, self._selector, self._hosts = server, selector, hosts
+        self._order = StoreOrder(hosts.number == 0, hosts.count > 1, key)
+        self._warn, self._on_door = warn, on_door
+        self._ports: dict[str, int] = {}
+        self._waiting: list[tuple[str | None, Callable[[Ports], None]]] = []
+        self._door = 0
+        self._deaths = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._child = child = self._server.fork()
+        child.run(keep_store, self._order)
+        self._selector.register(child.pipe, selectors.EVENT_READ, self._hear)
+        if self._hosts.count > 1:
+            self._ask(EPOCHS)
+        if self._door:
+            self.aim_at(self._door)
+
+    def aim_at(self, door: int) -> None:
+        """Connections to the stores go to this port of the first host."""
+        self._door = door
+        if not self._order.is_first:
+            self._say({"target": [self._hosts.endpoint.host, door]})
+            self._go_on()
+
+    def with_ports(self, name: str | None, call: Callable[[Ports], None]) -> None:
+        """Call with the ports of a store and of that for the epochs, once both are there.
+
+        Args:
+            name: Of the store; None: whoever asks needs none.
+        """
+        if name is not None and name not in self._ports:
+            self._ask(name)
+        self._waiting.append((name, call))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._order.is_first and not self._door:
+            return  # nobody knows yet where the stores are
+        epochs = self._ports.get(EPOCHS, 0) if self._hosts.count > 1 else -1
+        waiting, self._waiting = self._waiting, []
+        for name, call in waiting:
+            port = self._ports.get(name, 0) if name is not None else -1
+            if port and epochs:
+                call((port, epochs))
+            else:
+                self._waiting.append((name, call))
+
+    def _ask(self, name: str) -> None:
+        self._say({"open": name})
+
+    def _say(self, words: dict[str, object]) -> None:
+        with contextlib.suppress(OSError):  # its end is seen where it is read
+            self._child.pipe.send_bytes(json.dumps(words).encode())
+
+    def _hear(self) -> None:
+        try:
+            words = json.loads(self._child.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._on_end()
+            return
+        if "error" in words:
+            raise ConfigurationError(words["error"])
+        if "door" in words:
+            if words["door"]:
+                self._on_door(words["door"])
+        else:
+            self._ports[words["name"]] = words["port"]
+            self._go_on()
+
+    def _on_end(self) -> None:
+        self._selector.unregister(self._child.pipe)
+        code = self._child.wait() or 0
+        self._child.close()
+        self._deaths += 1
+        if self._deaths > 5:
+            raise ConfigurationError(f"the job's store has {exit_summary(code)}, again and again")
+        self._warn(f"the job's store has {exit_summary(code)}; it is started again")
+        self._ports = {}
+        self._start()
+        for name in {name for name, _ in self._waiting if name is not None}:
+            self._ask(name)
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(self._child.pipe)
+        self._child.close()

@@ -1,0 +1,88 @@
+"""A launcher, as the coordinator holds it: one session over all its connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from paceline.elastic.hosts.channel import Channel
+from paceline.elastic.members import ElasticPolicy
+from paceline.elastic.protocol import send
+from paceline.errors import MembershipError
+
+
+@dataclass(eq=False)
+class HostSession:
+    """A launcher that was let in.
+
+    Attributes:
+        launcher: Drawn by that process: one that is started again has another.
+        on_lost: Called with the connection before it is closed.
+        door: The port at which the job's stores are, if they are with this launcher.
+        listens: Where ranks of that host listen.
+        is_finished: Nothing runs there any more.
+    """
+
+    host: int
+    launcher: str
+    ranks: int
+    on_lost: Callable[[Connection], object]
+    channel: Channel = field(default_factory=Channel)
+    pipe: Connection | None = None
+    door: int = 0
+    listens: list[str] = field(default_factory=list)
+    is_finished: bool = False
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        """Say something that must arrive; if the connection is gone, over the next one."""
+        self.send(self.channel.say(kind, **facts))
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send over the present connection, if there is one."""
+        if self.pipe is not None:
+            try:
+                send(self.pipe, **message)
+            except OSError:
+                self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the present connection. It may come back, until its lease is over."""
+        if self.pipe is not None:
+            pipe, self.pipe = self.pipe, None
+            self.on_lost(pipe)
+            pipe.close()
+
+
+class NotYetError(MembershipError):
+    """A launcher that may try again."""
+
+
+def check_host(
+    policy: ElasticPolicy,
+    there: HostSession | None,
+    hello: dict[str, Any],
+    is_over: bool,
+) -> None:
+    """Whether a launcher may take part.
+
+    Raises:
+        MembershipError: Why not.
+    """
+    host, hosts, most = int(hello["host"]), int(hello["hosts"]), policy.max_hosts
+    if not 0 <= host < most or int(hello["ranks"]) < 1:
+        raise MembershipError(
+            f"there are hosts 0 to {most - 1} in this job, and this is host {host}: --nnodes and "
+            "--node-rank do not fit"
+        )
+    if hosts != most:
+        raise MembershipError(
+            f"hosts disagree about --nnodes: {most} on the first, {hosts} on host {host}"
+        )
+    if there is not None and there.launcher != hello["launcher"]:
+        if there.pipe is not None:
+            raise MembershipError(f"two hosts have --node-rank {host}")
+        raise NotYetError(f"host {host} was started again; its lease from before is not over")
+    if is_over and there is None:
+        raise MembershipError("the job is over")

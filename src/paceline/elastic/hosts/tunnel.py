@@ -1,0 +1,202 @@
+"""The stores of a job: torch's TCPStore, which knows no key, behind a door that does.
+
+A child of each launcher's fork server runs :func:`keep_store`. On the first host it serves the
+store, at the loopback address only, and a door for the children of the other hosts. On those it
+listens at the loopback address, and passes each connection on to that door: it proves that it knows
+the job's key, and from then on bytes go through. So ranks use the plain client, find the store at
+127.0.0.1 on every host, and nobody from outside reaches it without the key. Processes of the same
+host can, as under torchrun.
+
+There are several stores, by name: one for the epochs, one for each attempt to begin, so that nobody
+meets the addresses of the dead. A store comes to be when somebody asks for it.
+
+JSON on the pipe to the launcher. At first ``door``, the port for other hosts. Then the launcher may
+say ``open`` with the name of a store, and gets its ``port`` on this host; and ``target``, where the
+first host's door is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from paceline.elastic.door import Door, listen_at
+from paceline.elastic.handshake import connect
+from paceline.elastic.protocol import send
+from paceline.errors import MembershipError
+
+_CONNECT_S = 10.0
+_TIMEOUT = datetime.timedelta(seconds=900)
+_LOOPBACK = "127.0.0.1"
+_MAX_NAME = 40
+EPOCHS = "epochs"
+"""The store in which the ranks of all epochs but the first meet, under the epoch's number."""
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """What the child is started with.
+
+    Attributes:
+        is_first: The stores are served here.
+        has_others: There are other hosts.
+        key: Of the job.
+    """
+
+    is_first: bool
+    has_others: bool
+    key: bytes = field(repr=False)
+
+
+def keep_store(pipe: Connection, order: StoreOrder) -> int:
+    """Serve or reach the stores until the launcher closes its pipe. What the child runs."""
+    try:
+        keeper = _Served(order) if order.is_first else _Reached(order)
+        _say(pipe, door=keeper.door_port)
+        while True:
+            words = json.loads(pipe.recv_bytes())
+            if "target" in words:
+                keeper.target = (str(words["target"][0]), int(words["target"][1]))
+            else:
+                _say(pipe, name=words["open"], port=keeper.port_of(words["open"]))
+    except EOFError:
+        return 0
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            _say(pipe, error=f"the job's store: {error}")
+        return 1
+
+
+def _say(pipe: Connection, **words: Any) -> None:
+    pipe.send_bytes(json.dumps(words).encode())
+
+
+class _Served:
+    """The stores themselves, and the door in front of them."""
+
+    def __init__(self, order: StoreOrder) -> None:
+        self.target: tuple[str, int] | None = None
+        self.door_port = 0
+        self._lock = threading.Lock()
+        self._stores: dict[str, tuple[int, Any]] = {}
+        if order.has_others:
+            door = listen_at(("", 0))
+            self.door_port = door.getsockname()[1]
+            self._door = Door(door, order.key, self._pass_on)
+
+    def port_of(self, name: str) -> int:
+        """Where a store is on this host. Attempts before the last two are forgotten."""
+        with self._lock:
+            if name not in self._stores:
+                self._stores[name] = self._serve()
+                attempts = [each for each in self._stores if each != EPOCHS]
+                for old in attempts[:-2]:
+                    del self._stores[old]
+            return self._stores[name][0]
+
+    def _serve(self) -> tuple[int, Any]:
+        import torch.distributed as dist
+
+        listener = listen_at((_LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            _LOOPBACK,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+        return port, store
+
+    def _pass_on(self, hello: dict[str, Any], pipe: Connection) -> None:
+        outside = socket.socket(fileno=os.dup(pipe.fileno()))
+        pipe.close()
+        try:
+            port = self.port_of(str(hello["name"])[:_MAX_NAME])
+            inside = socket.create_connection((_LOOPBACK, port), _CONNECT_S)
+        except (OSError, RuntimeError, KeyError):
+            outside.close()
+            return
+        splice(outside, inside)
+
+
+class _Reached:
+    """Connections of ranks of this host, passed on to the first one."""
+
+    door_port = 0
+
+    def __init__(self, order: StoreOrder) -> None:
+        self.target: tuple[str, int] | None = None
+        self._key = order.key
+        self._listeners: dict[str, socket.socket] = {}
+
+    def port_of(self, name: str) -> int:
+        """Where connections to a store are passed on."""
+        if name not in self._listeners:
+            self._listeners[name] = listener = listen_at((_LOOPBACK, 0))
+            run = partial(self._accept, listener, name)
+            threading.Thread(target=run, name="paceline-tunnel", daemon=True).start()
+        return int(self._listeners[name].getsockname()[1])
+
+    def _accept(self, listener: socket.socket, name: str) -> None:
+        while True:
+            try:
+                inside, _ = listener.accept()
+            except OSError:
+                continue
+            threading.Thread(target=self._pass_on, args=(inside, name), daemon=True).start()
+
+    def _pass_on(self, inside: socket.socket, name: str) -> None:
+        pipe = self._reach(name)
+        if pipe is None:
+            inside.close()  # the client in the rank says that it cannot
+            return
+        outside = socket.socket(fileno=os.dup(pipe.fileno()))
+        pipe.close()
+        splice(outside, inside)
+
+    def _reach(self, name: str) -> Connection | None:
+        """Connect to the first host's door; wait for it, if it is not there or not known yet."""
+        until_s = time.monotonic() + _CONNECT_S
+        while time.monotonic() < until_s:
+            with contextlib.suppress(OSError, EOFError, MembershipError):
+                if self.target is not None:
+                    pipe = connect(self.target, self._key, _CONNECT_S)
+                    send(pipe, "store", name=name)
+                    return pipe
+            time.sleep(0.05)
+        return None
+
+
+def splice(one: socket.socket, other: socket.socket) -> None:
+    """Pass bytes on in both directions until both have ended. Does not wait."""
+    left = [2]
+    lock = threading.Lock()
+    for source, target in ((one, other), (other, one)):
+        source.settimeout(None)
+        source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        run = partial(_copy, source, target, left, lock)
+        threading.Thread(target=run, name="paceline-splice", daemon=True).start()
+
+
+def _copy(source: socket.socket, target: socket.socket, left: list[int], lock: Any) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+    with lock:
+        left[0] -= 1
+        if not left[0]:
+            source.close()
+            target.close()

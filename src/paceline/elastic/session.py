@@ -1,0 +1,260 @@
+"""``elastic.run``: train, and go on when the membership changes.
+
+Wraps the user's function. It is called again with the same state in every epoch, so it must begin
+where the state stands: ``for epoch in range(state.epoch, epochs)``, and a loader over an
+:class:`~paceline.elastic.DistributedSampler`, which knows where it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch.distributed as dist
+
+from paceline.elastic.client import CoordinatorClient
+from paceline.elastic.epoch_store import is_on_several_hosts, open_store
+from paceline.elastic.events import MembershipEvent
+from paceline.elastic.hosts.listening import listening_at
+from paceline.elastic.state import State
+from paceline.elastic.unblock import free_collectives
+from paceline.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    MembershipError,
+)
+from paceline.hooks.round_scheduler import close_schedulers
+
+logger = logging.getLogger("paceline.elastic")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CONNECT_S = 3.0
+"""So long may ranks take to connect, once all have come to the store; longer if it was too short.
+
+gloo cannot be woken while it waits for the connection of a rank that has died meanwhile.
+"""
+
+LEAVE_S = 10.0
+"""So long may collectives take to end, once their connections are cut."""
+
+
+_NOT_ELASTIC = (
+    "these ranks were not started by `paceline run --elastic`: if one of them dies, the job ends. "
+    "state.save() and state.load() keep what was done"
+)
+
+
+class EpochOver(Exception):
+    """Raised in ``state.commit()`` when ranks are to join or to leave. Not an error."""
+
+
+def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R]:
+    """Make a training function survive deaths, joins and departures of ranks.
+
+    Started by ``paceline run --elastic``; elsewhere the function is just called.
+    """
+
+    @functools.wraps(train)
+    def wrapper(state: State, *args: P.args, **kwargs: P.kwargs) -> R:
+        session = Session(state)
+        if session.client is None:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                logger.warning(_NOT_ELASTIC)
+            return train(state, *args, **kwargs)
+        try:
+            return session.run(lambda: train(state, *args, **kwargs))
+        finally:
+            session.close()
+
+    return wrapper  # type: ignore[return-value]  # the name of the first argument
+
+
+class Session:
+    """One call of a training function: its epochs."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._pids: list[int] = []
+        self._listens: set[str] = set()
+        self._rank = self._failures = 0
+        self._entered_s: float | None = None  # until the change of membership is told
+        self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
+        self.client = CoordinatorClient.from_environment(lambda: state.commits, self._free)
+
+    def run(self, train: Callable[[], R]) -> R:
+        """Train through all epochs; return what the function returns in the last."""
+        client, state = self.client, self._state
+        assert client is not None
+        state.after_commit = self._check_regroup
+        decision = client.join()
+        while True:
+            if decision["kind"] == "release":
+                logger.info("this rank leaves the job")
+                raise SystemExit(0)
+            try:
+                self._enter(decision)
+                result = train()
+                self._tell()
+                if client.done(state.commits):
+                    return result
+            except EpochOver:
+                pass
+            except BaseException as error:
+                if not self._is_of_membership(error):
+                    raise
+            decision = self._leave()
+
+    # --- between two epochs -----------------------------------------------------------------------
+    def _is_of_membership(self, error: BaseException) -> bool:
+        """Whether an error is a consequence of the epoch's end, and not the user's."""
+        assert self.client is not None
+        if self.client.is_over:
+            return isinstance(error, Exception)
+        is_collective = isinstance(error, (RuntimeError, ConnectionError, TimeoutError))
+        if not is_collective or self.client.wait_over():
+            return is_collective
+        return _is_of_the_link(error) and self.client.broken(
+            f"rank {self._rank} lost a connection: {str(error).splitlines()[0]}"
+        )
+
+    def _leave(self) -> dict[str, Any]:
+        client, state = self.client, self._state
+        assert client is not None
+        self._tell()
+        noticed_s = time.monotonic() - client.ended_s if client.ended_s else 0.0
+        if not close_schedulers(LEAVE_S):  # before what hooks remember is put back
+            raise MembershipError(
+                f"a collective of a communication hook has not ended for {LEAVE_S:g} s after its "
+                "group was aborted"
+            )
+        state.put_back()
+        began_s = time.monotonic()
+        decision = client.ready(state.commits if state.is_whole else -1, state.is_clean)
+        decision |= {"noticed": noticed_s, "agreed": time.monotonic() - began_s}
+        return decision
+
+    def _enter(self, decision: dict[str, Any]) -> None:
+        """Take a place in an epoch: rebuild the group, copy the state."""
+        state = self._state
+        rank, world, epoch = decision["rank"], decision["world"], decision["epoch"]
+        self._rank = rank
+        self._pids = [pid for pid in decision["pids"] if pid != os.getpid()]
+        began_s = time.monotonic()
+        if not decision["is_first"]:
+            if not state.events or decision["step"] != state.commits or not state.is_clean:
+                state.is_whole = False  # until the copy is complete
+            self._rebuild(epoch, rank, world)
+            state.count_from(decision["step"])
+        if is_on_several_hosts():
+            self._tell_listens(open_store(epoch, world), rank, world)
+        rebuilt_s = time.monotonic()
+        state.take_place(rank, world)
+        if decision["copies"]:
+            state.copy_from(decision["source"], decision["step"])
+        state.has_entered()
+        event = MembershipEvent(
+            epoch,
+            decision.get("why", ""),
+            rank,
+            world,
+            decision["step"],
+            decision.get("noticed", 0.0),
+            decision.get("agreed", 0.0),
+            rebuilt_s - began_s,
+            time.monotonic() - rebuilt_s,
+        )
+        state.events.append(event)
+        self._entered_s = time.monotonic()
+
+    def _tell(self) -> None:
+        """Log the change of membership, once its first step is committed or cannot be any more."""
+        entered_s, self._entered_s = self._entered_s, None
+        if entered_s is None or self.client is None:
+            return
+        events = self._state.events
+        if self._state.commits > events[-1].step:
+            events[-1] = replace(events[-1], first_step_s=time.monotonic() - entered_s)
+        logger.info("%s", events[-1].describe())
+        if events[-1].rank == 0:
+            self.client.entered(asdict(events[-1]))
+
+    def _rebuild(self, epoch: int, rank: int, world: int) -> None:
+        for wrapper in self._state.wrappers:
+            wrapper._transport.close()
+        free_collectives(self._state.wrappers, self._pids, self._listens)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = open_store(epoch, world)
+        self._meet(store, rank, world)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+        self._connect(store, rank, world)
+        dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, dist.group.WORLD)
+        for wrapper in self._state.wrappers:
+            wrapper._update_process_group(dist.group.WORLD)
+
+    def _connect(self, store: Any, rank: int, world: int) -> None:
+        # An attempt that failed has counted: names of groups would not be those of a joiner.
+        dist.distributed_c10d._world.group_count = 0
+        limit = datetime.timedelta(seconds=CONNECT_S * 2**self._failures)
+        try:
+            dist.init_process_group(
+                self._backend, store=store, rank=rank, world_size=world, timeout=limit
+            )
+        except RuntimeError as error:
+            assert self.client is not None
+            self._failures += not self.client.is_over
+            raise ConnectionError(f"the group could not be made: {error}") from error
+        self._failures = 0
+
+    def _tell_listens(self, store: Any, rank: int, world: int) -> None:
+        """Learn where all ranks listen, while they can be reached: see unblock.py."""
+        self._meet(store, rank, world, "listens", json.dumps(listening_at([os.getpid()])))
+        found = [json.loads(store.get(f"listens/{each}")) for each in range(world) if each != rank]
+        self._listens = {str(end) for ends in found for end in ends}
+
+    def _meet(self, store: Any, rank: int, world: int, what: str = "here", text: str = "") -> None:
+        """See all ranks at the store before any of them waits inside of gloo."""
+        assert self.client is not None
+        store.set(f"{what}/{rank}", text)
+        keys = [f"{what}/{each}" for each in range(world)]
+        while not store.check(keys):
+            if self.client.is_over:
+                raise ConnectionError("a rank died before the new group was made")
+            time.sleep(0.001 if isinstance(store, dist.FileStore) else 0.01)  # type: ignore[attr-defined]
+
+    # --- called by others -------------------------------------------------------------------------
+    def _check_regroup(self) -> None:
+        assert self.client is not None
+        self.client.check_lease()
+        if self._entered_s is not None:
+            self._tell()
+        if self.client.is_regrouping or self.client.is_over:
+            raise EpochOver
+
+    def _free(self) -> None:
+        free_collectives(self._state.wrappers, self._pids, self._listens)
+
+    def close(self) -> None:
+        """Leave the job."""
+        if self.client is not None:
+            self.client.close()
+        self._state.after_commit = None
+
+
+def _is_of_the_link(error: BaseException) -> bool:
+    """Whether an error is of the connections between ranks, and not of what was asked for."""
+    if isinstance(error, (CollectiveMismatchError, CollectiveTimeoutError)):
+        return False
+    return isinstance(error, (CollectiveError, ConnectionError, dist.DistError)) or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    )

@@ -1,0 +1,257 @@
+"""Which ranks are stopped or stuck, as far as their launcher can see.
+
+Asked by :mod:`paceline.elastic.job` from time to time. It reads what the kernel says of a process,
+and what the rank last recorded in the run folder (:mod:`paceline.observe.ring`). Must not import
+torch.
+
+[Note: who is stuck]
+- A process that is stopped (SIGSTOP, SIGTSTP) for longer than the deadline. One under a debugger is
+  in another state, and is left alone.
+- A process whose interpreter does not answer for so long: a native call holds the GIL.
+- If all that are on their way to ``train(state)`` use no processor for so long: all of these. They
+  have recorded nothing yet, so that nobody can be told from the others; nothing is lost either.
+- If no rank has moved for longer than the deadline: those that have come least far, by step and by
+  place in the step (:class:`~paceline.observe.records.Activity` is in that order). The others wait
+  for them, in whatever collective. If all are in the same place, nobody can be told from the
+  others, and nobody is killed. A launcher sees its own ranks only: where an epoch has others, it
+  tells the coordinator which of its ranks are still, and the coordinator compares.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.elastic.members import MemberState
+from paceline.errors import RecordsError
+from paceline.observe.records import Status
+from paceline.observe.ring import read_info, read_status
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stall.account import read_watch_info
+from paceline.observe.stall.stacks import ask_stacks, innermost_place, sort_stacks
+
+_LOOKS = 4  # in the time of a deadline
+_IDLE = 0.01  # who uses less of a processor does not move
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What is seen of a rank at one moment.
+
+    Attributes:
+        is_stopped: The kernel does not run it.
+        status: What it says it does; None if it has not said anything.
+        state: In the job.
+        silent_s: For how long its interpreter has not answered.
+        cpu_s: Processor time that it has used.
+    """
+
+    is_stopped: bool
+    status: Status | None
+    state: MemberState = MemberState.TRAINING
+    silent_s: float = 0.0
+    cpu_s: float = 0.0
+
+    def has_moved(self, before: Sight, after_s: float) -> bool:
+        """Whether it did something since; for who is on its way, whether it used a processor."""
+        if self.state is MemberState.STARTING and not self.is_stopped:
+            return before.is_stopped or self.cpu_s - before.cpu_s > _IDLE * after_s
+        return self._place != before._place
+
+    @property
+    def _place(self) -> tuple[bool, MemberState, int, int]:
+        if self.status is None:
+            return self.is_stopped, self.state, 0, 0
+        return self.is_stopped, self.state, self.status.since_ns, self.status.step
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """How far it has come: the step, and the place in it; None if nobody knows."""
+        return None if self.status is None else (self.status.step, self.status.activity)
+
+    def describe(self, for_s: float) -> str:
+        """Where it is, in words."""
+        where, for_s = "", max(for_s, self.silent_s)
+        if self.status is not None:
+            where = f" in step {self.status.step} ({self.status.activity.name.lower()})"
+        if self.is_stopped:
+            return f"it was stopped{where} for {for_s:.0f} s"
+        if self.silent_s == for_s or self.state not in (MemberState.STARTING, MemberState.TRAINING):
+            return f"its interpreter did not answer{where} for {self.silent_s:.0f} s"
+        if self.state is MemberState.STARTING:
+            return f"it was stuck before train(state) for {for_s:.0f} s"
+        return f"it was stuck{where} for {for_s:.0f} s while others waited for it"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A member to look at."""
+
+    member: int
+    slot: int
+    pid: int
+    state: MemberState
+    silent_s: float = 0.0
+
+
+class StuckWatch:
+    """Remembers since when each member has not moved.
+
+    Args:
+        folder: Of the run.
+        after_s: The deadline; 0 judges nobody.
+
+    Attributes:
+        still: If ranks of other hosts have to be compared: what to tell :class:`StillRanks`.
+    """
+
+    def __init__(self, folder: RunFolder, after_s: float) -> None:
+        self._folder = folder
+        self._after_s = after_s
+        self._since_s: dict[int, tuple[Sight, float]] = {}
+        self._next_s = time.monotonic()
+        self.still: list[Any] = []
+
+    def until_next_s(self) -> float | None:
+        """Seconds until it is time to look; None for never."""
+        return max(0.0, self._next_s - time.monotonic()) if self._after_s else None
+
+    def is_due(self) -> bool:
+        """Whether it is time to look."""
+        return bool(self._after_s) and time.monotonic() >= self._next_s
+
+    def judge(self, members: Iterable[Watched], is_whole: bool = True) -> dict[int, str]:
+        """Say who is to be killed, and why. Looks only if it is time.
+
+        Args:
+            members: Of this host.
+            is_whole: No other host has ranks of the epoch; otherwise :attr:`still` is to be told.
+        """
+        now_s = time.monotonic()
+        if not self.is_due():
+            self.still = []
+            return {}
+        self._next_s = now_s + self._after_s / _LOOKS
+        return self.decide({who.member: self._look(who) for who in members}, now_s, is_whole)
+
+    def decide(
+        self, sights: dict[int, Sight], now_s: float, is_whole: bool = True
+    ) -> dict[int, str]:
+        """The decision, apart from the looking."""
+        before, self._since_s = self._since_s, {}
+        for member, sight in sights.items():
+            then, since_s = before.get(member, (sight, now_s))
+            has_moved = sight.has_moved(then, self._after_s)
+            self._since_s[member] = (sight, now_s) if has_moved else (then, since_s)
+        still = {m: now_s - since for m, (_, since) in self._since_s.items()}
+        stuck = [
+            m
+            for m, sight in sights.items()
+            if sight.silent_s >= self._after_s or (sight.is_stopped and still[m] >= self._after_s)
+        ]
+        stuck = stuck or self._stuck_together(sights, still, is_whole)
+        return {member: sights[member].describe(still[member]) for member in stuck}
+
+    def _stuck_together(
+        self, sights: dict[int, Sight], still: dict[int, float], is_whole: bool
+    ) -> list[int]:
+        """Those that the others wait for, if nobody moves."""
+        self.still = []
+        starting = [m for m, sight in sights.items() if sight.state is MemberState.STARTING]
+        inside = {m: sight for m, sight in sights.items() if sight.state is MemberState.TRAINING}
+        if min((still[m] for m in starting), default=0.0) >= self._after_s:
+            return starting
+        if min((still[m] for m in inside), default=0.0) >= self._after_s:
+            if is_whole:
+                return least_far({m: sight.progress for m, sight in inside.items()})
+            self.still = self._tell(inside, still)
+        return []
+
+    def _tell(self, inside: dict[int, Sight], still: dict[int, float]) -> list[Any]:
+        """For :class:`StillRanks`."""
+        again_s = self._after_s / _LOOKS
+        return [
+            [member, *sight.progress, sight.describe(still[member]), again_s]
+            for member, sight in inside.items()
+            if sight.progress is not None
+        ]
+
+    def _look(self, who: Watched) -> Sight:
+        path = self._folder.events(who.slot)
+        try:
+            status = read_status(path) if read_info(path).pid == who.pid else None
+        except (OSError, RecordsError):
+            status = None
+        letter, cpu_s = _kernel_sight(who.pid)
+        return Sight(letter == "T", status, who.state, who.silent_s, cpu_s)
+
+
+class StillRanks:
+    """The coordinator's part, where an epoch has ranks of several hosts: who is least far.
+
+    Launchers say which of their ranks have not moved for longer than the deadline, again and again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, _Still]] = {}
+
+    def judge(self, told: list[Any], training: Iterable[int], now_s: float) -> dict[int, str]:
+        """Take what a launcher says; say who is to be killed, and why.
+
+        Args:
+            told: For each rank: member, step, activity, seconds, where it is, seconds until the
+                launcher looks again.
+            training: All that are in the epoch.
+        """
+        for member, step, activity, why, again_s in told:
+            seen = _Still((int(step), int(activity)), str(why), float(again_s))
+            self._seen[int(member)] = now_s, seen
+        fresh = {
+            member: seen
+            for member, (at_s, seen) in self._seen.items()
+            if now_s < at_s + 2 * seen.again_s + 1.0
+        }
+        inside = set(training)
+        if not inside or not inside <= fresh.keys():
+            return {}
+        least = least_far({member: fresh[member].progress for member in inside})
+        self._seen = {}
+        return {member: fresh[member].why for member in least}
+
+
+@dataclass(frozen=True)
+class _Still:
+    progress: tuple[int, int]
+    why: str
+    again_s: float
+
+
+def least_far(progress: dict[int, tuple[int, int] | None]) -> list[int]:
+    """Those that the others wait for; nobody if that cannot be told."""
+    known = {member: far for member, far in progress.items() if far is not None}
+    if len(known) < len(progress) or len(set(known.values())) < 2:
+        return []
+    least = min(known.values())
+    return [member for member, far in known.items() if far == least]
+
+
+def where_it_is(folder: RunFolder, slot: int, pid: int) -> tuple[str, str]:
+    """The place in the user's code, and the stacks, of a process that is about to be killed."""
+    watch = read_watch_info(folder.watch(slot))
+    if watch is None or watch.pid != pid or _kernel_sight(pid)[0] in ("T", "Z", ""):
+        return "", ""
+    stacks = sort_stacks(ask_stacks(watch, folder.stacks(slot)), watch.trains_in)
+    return innermost_place(stacks), stacks
+
+
+def _kernel_sight(pid: int) -> tuple[str, float]:
+    """The letter of a process's state, and the processor time of all its threads."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return words[0], (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return "", 0.0

@@ -1,0 +1,11 @@
+"""Fabric's strategy, for ``import lightning``."""
+
+from __future__ import annotations
+
+from lightning.fabric.strategies.ddp import DDPStrategy
+
+from paceline.integrations.lightning.mixins import FabricMixin
+
+
+class FabricDDPStrategy(FabricMixin, DDPStrategy):
+    """Lightning Fabric's DDP strategy with Paceline's wrapper. Takes the arguments of both."""

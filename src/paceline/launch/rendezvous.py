@@ -1,0 +1,174 @@
+"""How hosts of a job find each other, and the store that its ranks meet at.
+
+One child of the fork server on each host (it needs torch) keeps the *job store*: a TCPStore, served
+on host 0, reached by all others. Ranks use the same store (torchrun calls that the agent store), so
+no rank has to be there for the others to meet. Afterwards the child passes on which hosts have
+ended, until the launcher closes its pipe. JSON on the pipe, in both directions.
+
+Keys are ours alone (``paceline/…``); ranks' keys have torch's prefix. Every host sets
+
+    paceline/host/<number>    how many ranks it has: when all are there, ranks are numbered
+    paceline/ended/<number>   JSON, once: what became of its ranks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+JOIN_S = 900.0
+"""So long hosts wait for each other, as under torchrun."""
+_LOOK_S = 0.5
+_PREFIX = "paceline"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the store is: host 0's name and port; port 0 is any free one."""
+
+    host: str = "localhost"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which hosts there are, as one of them sees it before they have met.
+
+    Attributes:
+        count: How many hosts.
+        number: This one's.
+        local_world: Ranks on this host.
+        endpoint: Of the store.
+        minimum: Fewer hosts may do to begin with, if the job is elastic.
+    """
+
+    count: int
+    number: int
+    local_world: int
+    endpoint: Endpoint
+    minimum: int = 1
+
+
+def keep_store(pipe: Connection, hosts: Hosts) -> int:
+    """Serve or reach the store until the launcher closes its pipe. What the child runs."""
+    try:
+        store = _serve(hosts.endpoint, hosts.count) if hosts.number == 0 else _reach(hosts.endpoint)
+        worlds = _meet(store, hosts)
+    except Exception as error:
+        _say(pipe, {"error": _explain(error, hosts)})
+        return 1
+    _say(pipe, {"worlds": worlds, "port": store.port})
+    _relay(pipe, store, hosts)
+    return 0
+
+
+def _serve(endpoint: Endpoint, count: int) -> Any:
+    import torch.distributed as dist
+
+    # On one host nobody else needs to reach it.
+    where = "127.0.0.1" if count == 1 else ""
+    listener = socket.socket(socket.AF_INET if count == 1 else _family())
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((where, endpoint.port))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=JOIN_S),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _family() -> socket.AddressFamily:
+    """IPv6 listens to IPv4 as well, where there is some."""
+    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+
+def _reach(endpoint: Endpoint) -> Any:
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=JOIN_S)
+    return dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _meet(store: Any, hosts: Hosts) -> list[int]:
+    """How many ranks each host has."""
+    me = f"{_PREFIX}/host/{hosts.number}"
+    if store.add(f"{me}/claimed", 1) != 1:
+        raise ValueError(f"two hosts have --node-rank {hosts.number}")
+    store.set(me, f"{hosts.local_world} {hosts.count}")
+    found = [store.get(f"{_PREFIX}/host/{n}").decode().split() for n in range(hosts.count)]
+    if any(int(count) != hosts.count for _, count in found):
+        raise ValueError(f"hosts disagree about --nnodes: {[int(count) for _, count in found]}")
+    return [int(world) for world, _ in found]
+
+
+def _explain(error: Exception, hosts: Hosts) -> str:
+    where = f"{hosts.endpoint.host}:{hosts.endpoint.port}"
+    if isinstance(error, OSError) and hosts.number == 0:
+        reason = os.strerror(error.errno or 0)
+        remedy = "name another with --rdzv-endpoint HOST:PORT"
+        if hosts.count == 1:
+            remedy += ", or leave it out: any free one is taken then"
+        return f"port {hosts.endpoint.port} cannot be used for the job's store: {reason}; {remedy}"
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"host {hosts.number} did not meet the others at {where}: {error}"
+
+
+def _say(pipe: Connection, words: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(json.dumps(words).encode())
+
+
+@dataclass(frozen=True)
+class HostEnded:
+    """What became of the ranks of a host.
+
+    Attributes:
+        code: The exit status of its launcher.
+        headline: Which rank failed first there, in a line; empty if none did.
+        is_consequence: It failed because of a rank elsewhere, as far as it knows.
+    """
+
+    host: int
+    code: int
+    headline: str
+    is_consequence: bool = False
+
+
+def _relay(pipe: Connection, store: Any, hosts: Hosts) -> None:
+    """Tell the store how this host ended, then the launcher that it knows; and how others did."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 2)  # torch has 20 lines to say when host 0 ends first
+    unknown = set(range(hosts.count)) - {hosts.number}
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            if pipe.poll(_LOOK_S if unknown else None):
+                ended = pipe.recv_bytes()
+                store.set(f"{_PREFIX}/ended/{hosts.number}", ended)
+                pipe.send_bytes(ended)  # it is told: the launcher may go
+            try:
+                known = [n for n in unknown if store.check([f"{_PREFIX}/ended/{n}"])]
+            except RuntimeError:  # host 0 is gone
+                _say(
+                    pipe,
+                    asdict(
+                        HostEnded(
+                            0, 1, "the launcher on host 0, which has the store, is gone", True
+                        )
+                    ),
+                )
+                known, unknown = [], set()
+            for number in known:
+                unknown.discard(number)
+                pipe.send_bytes(store.get(f"{_PREFIX}/ended/{number}"))

@@ -1,0 +1,136 @@
+"""A rank's checksums in a run folder: what ``paceline verify`` compares.
+
+One JSON object in a line for each round (a step) of a training over shards. Written by
+:mod:`paceline.ddp.features.shard_record`, read by :mod:`paceline.report.verify`. Must not import
+torch.
+
+    {"round": 12, "tensors": {"layer.weight": "9f..."}, "shards": {"3": ["5a...", "77..."]}}
+
+``tensors`` are the parameters and buffers that the round begins with; one rank writes them.
+``shards`` are those of this rank: a checksum of its micro-batch, and one of what the module made of
+it. A round that is done again, after a rank has died, has a second line, which counts.
+
+[Note: bounded]
+A file has :data:`MAX_BYTES` at most. When it is full, every second of its rounds is dropped, and
+from then on half as many are recorded: rounds whose number is a multiple of a power of two. So the
+whole run stays covered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import RecordsError
+
+MAX_BYTES = 32 << 20
+_NAME = re.compile(r"rank(\d+)\.checksums")
+
+logger = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True)
+class RoundChecksums:
+    """What is known of one round.
+
+    Attributes:
+        round: Its number.
+        tensors: Checksums of parameters and buffers at its begin, by name.
+        shards: For each shard, checksums of its micro-batch and of its output.
+    """
+
+    round: int
+    tensors: dict[str, str] = field(default_factory=dict)
+    shards: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+
+class ChecksumWriter:
+    """Appends rounds to a file. A full disk costs the record, not the training."""
+
+    def __init__(self, folder: str | os.PathLike[str], rank: int, limit: int = MAX_BYTES) -> None:
+        self.path: Path | None = Path(folder) / f"rank{rank}.checksums"
+        self._limit = limit
+        self._interval = 1
+
+    def wants(self, number: int) -> bool:
+        """Whether a round is to be recorded."""
+        return self.path is not None and number % self._interval == 0
+
+    def write(self, found: RoundChecksums) -> None:
+        """Append a round."""
+        if self.path is None:
+            return
+        line = json.dumps(
+            {
+                "round": found.round,
+                "tensors": found.tensors,
+                "shards": {str(shard): list(pair) for shard, pair in found.shards.items()},
+            }
+        )
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "a") as file:
+                file.write(line + "\n")
+                size = file.tell()
+            if size > self._limit:
+                self._thin_out(self.path)
+        except OSError as error:
+            logger.warning("checksums are not recorded any more: %s", error)
+            self.path = None
+
+    def _thin_out(self, path: Path) -> None:
+        """Drop every second round: see [Note: bounded]."""
+        self._interval *= 2
+        kept = [each for each in read_file(path).values() if each.round % self._interval == 0]
+        draft = path.with_suffix(".checksums-new")
+        draft.unlink(missing_ok=True)
+        writer = ChecksumWriter(path.parent, 0, limit=1 << 62)
+        writer.path = draft
+        for each in kept:
+            writer.write(each)
+        draft.replace(path)
+
+
+def read_file(path: Path) -> dict[int, RoundChecksums]:
+    """Read a rank's rounds; a last line that was cut off is left out.
+
+    Raises:
+        RecordsError: It is no such file.
+    """
+    found: dict[int, RoundChecksums] = {}
+    lines = path.read_text().split("\n")
+    for number, line in enumerate(lines[:-1]):
+        try:
+            data = json.loads(line)
+            shards = {int(k): (str(a), str(b)) for k, (a, b) in data["shards"].items()}
+            tensors = {str(k): str(v) for k, v in data["tensors"].items()}
+            each = RoundChecksums(int(data["round"]), tensors, shards)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecordsError(f"{path}, line {number + 1} is no record of checksums") from error
+        found[each.round] = each
+    return found
+
+
+def read_run(folder: Path) -> dict[int, RoundChecksums]:
+    """Read what all ranks of a run have recorded, as one.
+
+    Raises:
+        RecordsError: There are no checksums in the folder, or a file of them is damaged.
+    """
+    rounds: dict[int, RoundChecksums] = {}
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    for path in sorted(paths, key=lambda each: each.stat().st_mtime):
+        for number, each in read_file(path).items():
+            into = rounds.setdefault(number, RoundChecksums(number))
+            into.tensors.update(each.tensors)
+            into.shards.update(each.shards)
+    if not rounds:
+        raise RecordsError(
+            f"{folder} has no checksums: a training over shards (docs/same-bits.md) writes them "
+            "while it runs under `paceline run`, or with PACELINE_RUN_DIR set"
+        )
+    return dict(sorted(rounds.items()))

@@ -1,0 +1,127 @@
+"""This user's running jobs: one small file for each, for ``paceline doctor``.
+
+Written by ``paceline run``, read by whoever wants a list. The directory is private to the user, and
+used only if it is: others could put entries into one that is not. An entry whose launcher is gone
+is removed by the next reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of this user on this host.
+
+    Attributes:
+        pid: Of its launcher.
+        start_time: Of that process, in the kernel's ticks since boot: pids are used again.
+        folder: Its run folder.
+        command: The script and its arguments.
+    """
+
+    pid: int
+    start_time: int
+    folder: str
+    command: tuple[str, ...]
+
+    def is_running(self) -> bool:
+        """Say whether its launcher is there."""
+        return process_start_time(self.pid) == self.start_time
+
+
+def registry() -> Path:
+    """The directory of entries, made if need be.
+
+    Raises:
+        ConfigurationError: It belongs to somebody else, or cannot be made.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(runtime) / "paceline" if runtime else Path(tempfile.gettempdir())
+    if not runtime:
+        path = path / f"paceline-{os.getuid()}"
+    path = path / "jobs"
+    try:
+        for each in (path.parent, path):
+            with contextlib.suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+            _check_private(each)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the list of jobs {path} cannot be made: {error.strerror}"
+        ) from error
+    return path
+
+
+def _check_private(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigurationError(f"{path} is not a directory of this user: it is not used")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+
+
+@contextlib.contextmanager
+def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
+    """Be in the list meanwhile. A list that cannot be written is no reason not to train."""
+    pid = os.getpid()
+    job = Job(pid, process_start_time(pid), str(folder.absolute()), tuple(command))
+    entry: Path | None = None
+    with contextlib.suppress(OSError, ConfigurationError):
+        entry = registry() / f"{pid}.json"
+        draft = entry.with_suffix(".new")  # a reader removes what is half written
+        draft.write_text(json.dumps(asdict(job)))
+        draft.replace(entry)
+    try:
+        yield job
+    finally:
+        if entry is not None:
+            entry.unlink(missing_ok=True)
+
+
+def running_jobs() -> list[Job]:
+    """This user's jobs on this host, the oldest first; what is over is removed.
+
+    Raises:
+        ConfigurationError: The list belongs to somebody else.
+    """
+    found = []
+    for path in registry().glob("*.json"):
+        job = _read(path)
+        if job is not None and job.is_running():
+            found.append(job)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda job: job.start_time)
+
+
+def process_start_time(pid: int) -> int:
+    """In ticks since boot; 0 if there is no such process, or no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _read(path: Path) -> Job | None:
+    """None for what is none: half written, or of another version."""
+    try:
+        found = json.loads(path.read_text())
+        return Job(
+            int(found["pid"]),
+            int(found["start_time"]),
+            str(found["folder"]),
+            tuple(map(str, found["command"])),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,37 @@
+"""This rank's account of itself, made by its own watchdog when somebody asks."""
+
+from __future__ import annotations
+
+import time
+
+from paceline.errors import RecordsError
+from paceline.observe.records import Activity
+from paceline.observe.ring import read_status
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stall.account import Account
+from paceline.observe.stall.probes import probes
+from paceline.observe.stall.threads import look_at_threads
+
+
+def describe_self(folder: RunFolder, rank: int, token: str) -> Account:
+    """Look at this process and say what it does.
+
+    Args:
+        folder: Of the run.
+        rank: This one.
+        token: Of the question that is answered.
+    """
+    found = probes()
+    try:
+        activity = read_status(folder.events(rank)).activity
+    except (OSError, RecordsError):
+        activity = Activity.STARTING
+    seen = look_at_threads(activity, found)
+    return Account(
+        rank=rank,
+        token=token,
+        at_ns=time.perf_counter_ns(),
+        awaited="; ".join(filter(None, (probe.awaited() for probe in found))),
+        collectives=tuple(each for probe in found[:1] for each in probe.collectives()),
+        **vars(seen),
+    )

@@ -1,0 +1,17 @@
+"""Makes text that others wrote fit for a terminal.
+
+Called wherever a peer's words, or those of a file, are shown. Must not know who wrote them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHOWN_CHARACTERS = 2000
+"""How much of a text is shown, if nothing else is said."""
+
+
+def printable(text: Any, limit: int = SHOWN_CHARACTERS) -> str:
+    """Make text fit to be shown: bounded, without control characters but line ends."""
+    bounded = str(text)[:limit]
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in bounded)

@@ -1,0 +1,3 @@
+"use strict";
+followTheme(() => {});
+document.documentElement.dataset.ready = "true";

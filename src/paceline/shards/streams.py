@@ -1,0 +1,57 @@
+"""The random stream of a shard: what dropout and augmentation draw, whatever rank runs it.
+
+A stream is given by seed, round and shard, through a hash: there is nothing to keep or to send when
+shards move from rank to rank. The process's own streams go on afterwards as if nothing had been
+drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def stream_seed(seed: int, *place: int) -> int:
+    """Return 64 bits that belong to a place, for example a round and a shard."""
+    text = ",".join(map(str, (seed, *place)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def seed_all(seed: int) -> None:
+    """Begin the streams of torch (all devices in use), numpy (if it is imported) and random."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+class OwnStreams:
+    """What the process would draw next, to be put back."""
+
+    def __init__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._random = random.getstate()
+        numpy = _numpy()
+        self._numpy: Any = numpy.random.get_state() if numpy is not None else None
+
+    def put_back(self) -> None:
+        """Go on as if nothing had been drawn since."""
+        torch.default_generator.set_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._random)
+        numpy = _numpy()
+        if numpy is not None and self._numpy is not None:
+            numpy.random.set_state(self._numpy)
+
+
+def _numpy() -> Any:
+    return sys.modules.get("numpy")

@@ -1,0 +1,89 @@
+"""Adds up what shards bring, as far as one rank can: a stack of parts of the tree.
+
+[Note: how a rank adds up]
+Shards come in order. Each is put on the stack; while the two on top are siblings in the tree, the
+right one is added to the left one. So a rank holds at most log2 of its shards + 1 sets of
+gradients, and does as many additions as ordinary accumulation.
+
+[Note: nothing counts as zero]
+A shard that does not use a parameter brings None for it. Wherever it meets a value, it counts as
++0.0: 0.0 + -0.0 is 0.0, so to leave the addition out would keep a sign that a rank which adds
+buckets full of zeros has lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.shards.tree import Node, Tree
+from paceline.transport.sparse import add_sparse
+
+Gradients = list[torch.Tensor | None]
+
+
+def add_into(left: Gradients, right: Sequence[torch.Tensor | None]) -> None:
+    """Let ``left`` hold left + right, in its own memory where it has some."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for index, (mine, other) in enumerate(zip(left, right, strict=True)):
+        if mine is None or other is None:
+            alone = other if mine is None else mine
+            left[index] = None if alone is None else add_nothing(alone)
+        elif mine.is_sparse or other.is_sparse:
+            left[index] = add_sparse(mine, other)
+        else:
+            targets.append(mine)
+            sources.append(other)
+    if targets:
+        torch._foreach_add_(targets, sources)
+
+
+def add_nothing(tensor: torch.Tensor) -> torch.Tensor:
+    """Add +0.0 in place: see [Note: nothing counts as zero]. Rows that are not there stay so."""
+    if not tensor.is_sparse:
+        tensor.add_(0.0)
+    return tensor
+
+
+class PartStack:
+    """The parts that a rank has so far.
+
+    Attributes:
+        nodes: Which shards each of them stands for, from left to right.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self.nodes: list[Node] = []
+        self._values: list[Gradients] = []
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def push(self, node: Node, value: Gradients) -> None:
+        """Add what a node brings; it lies to the right of all others. Takes the value over."""
+        while self.nodes and self._tree.are_siblings(self.nodes[-1], node):
+            left, total = self.pop()
+            add_into(total, value)
+            node, value = (left[0], node[1]), total
+        self.nodes.append(node)
+        self._values.append(value)
+
+    def pop(self) -> tuple[Node, Gradients]:
+        """Take the rightmost part away."""
+        return self.nodes.pop(), self._values.pop()
+
+    def completes(self, node: Node) -> bool:
+        """Whether the rightmost part is the left sibling of a node."""
+        return bool(self.nodes) and self._tree.are_siblings(self.nodes[-1], node)
+
+    def value(self, position: int) -> Gradients:
+        """The value of a part."""
+        return self._values[position]
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.nodes.clear()
+        self._values.clear()

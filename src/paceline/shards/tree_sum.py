@@ -1,0 +1,207 @@
+"""Adds up the parts of all ranks along the tree, slice by slice.
+
+[Note: slices]
+A flat tensor is cut into one slice for each rank. Every rank sends every other its parts of that
+rank's slice; each adds up all parts of its own slice along the tree, and sends the result to
+everybody. With one part per rank that is the traffic of an ordinary all-reduce. Elements do not
+depend on each other, so neither cuts nor bucket sizes can change a bit.
+
+A reduction is begun by :func:`start_tree_sum`, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+
+import torch
+
+from paceline.shards.tree import Shares
+from paceline.transport.sparse import add_sparse, gather_sparse
+from paceline.types import Reduction, Transport
+
+PIECE_BYTES = 4 << 20
+"""Of a bucket that are exchanged at once."""
+
+
+Parts = Callable[[], Sequence[torch.Tensor]]
+"""Makes this rank's parts, flat, from left to right, when they are needed."""
+
+
+def start_tree_sum(
+    transport: Transport, shares: Shares, parts: Parts, target: torch.Tensor
+) -> Reduction:
+    """Begin to replace ``target`` by the sum over all shards.
+
+    Args:
+        transport: Between the ranks.
+        shares: Who brings which parts.
+        parts: This rank's; ``target`` may be one of them.
+        target: Gets the sum.
+    """
+    if shares.world > 1 and not shares.is_pair:
+        return TreeSum(transport, shares, parts, target)
+    only = parts()[0]
+    if only is not target:
+        target.copy_(only)
+    return transport.start(target) if shares.is_pair else Done()
+
+
+def scratch(shares: Shares, name: str, numel: int, like: torch.Tensor) -> torch.Tensor:
+    """Return memory that is used again and again.
+
+    New memory for each piece would break up what gradients have left, and the heap would grow.
+    """
+    key = (name, like.dtype, like.device)
+    found: torch.Tensor | None = shares.memory.get(key)
+    if found is None or found.numel() < numel:
+        found = shares.memory[key] = like.new_empty(numel)
+    return found[:numel]
+
+
+class Done:
+    """What needs no other rank."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_done(self) -> bool:
+        """It is."""
+        return True
+
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Tell at once."""
+        callback(perf_counter_ns())
+
+
+class TreeSum:
+    """A sum that is done inside of :meth:`wait`, by whoever waits.
+
+    A bucket goes in pieces, so that no further set of gradients builds up; while one piece is added
+    up, the next one travels.
+    """
+
+    def __init__(
+        self, transport: Transport, shares: Shares, parts: Parts, target: torch.Tensor
+    ) -> None:
+        self._transport = transport
+        self._shares = shares
+        self._parts: Parts | None = parts
+        self._target = target
+        self._callback: Callable[[int], None] | None = None
+
+    def wait(self) -> None:
+        """Add up, piece by piece."""
+        make, self._parts = self._parts, None
+        if make is None:
+            return
+        parts, numel = make(), self._target.numel()
+        size = max(1, PIECE_BYTES // self._target.itemsize)
+        pieces = [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]
+        under_way = self._send(parts, pieces[0], 0)
+        for number, piece in enumerate(pieces):
+            present = under_way
+            if number + 1 < len(pieces):
+                under_way = self._send(parts, pieces[number + 1], (number + 1) % 2)
+            self._add_up(present, piece)
+        if self._callback is not None:
+            self._callback(perf_counter_ns())
+
+    def _cut(self, piece: tuple[int, int]) -> list[slice]:
+        """One slice for each rank."""
+        (begin, end), world = piece, self._shares.world
+        cuts = [begin + (end - begin) * rank // world for rank in range(world + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(cuts)]
+
+    def _send(
+        self, parts: Sequence[torch.Tensor], piece: tuple[int, int], turn: int
+    ) -> tuple[Reduction, list[torch.Tensor]]:
+        """Begin to send every rank the parts of its slice; pieces in turn have memory in turn."""
+        slices, shares, target = self._cut(piece), self._shares, self._target
+        sent = [parts[0][each] for each in slices]
+        if len(parts) > 1:
+            numel = (piece[1] - piece[0]) * len(parts)
+            packed = scratch(shares, f"sent {turn}", numel, target)
+            torch.cat([part[each] for each in slices for part in parts], out=packed)
+            sent = list(packed.split([(each.stop - each.start) * len(parts) for each in slices]))
+        mine = slices[shares.rank]
+        counts = [len(nodes) * (mine.stop - mine.start) for nodes in shares.parts]
+        outputs = scratch(shares, f"received {turn}", sum(counts), target).split(counts)
+        received = [
+            each.view(len(nodes), -1) for each, nodes in zip(outputs, shares.parts, strict=True)
+        ]
+        return self._transport.start_all_to_all(outputs, sent), received
+
+    def _add_up(
+        self, under_way: tuple[Reduction, list[torch.Tensor]], piece: tuple[int, int]
+    ) -> None:
+        """Add up this rank's slice along the tree, and give it to all."""
+        exchange, received = under_way
+        exchange.wait()
+        values = self._shares.by_node([list(each.unbind(0)) for each in received])
+        mine = self._shares.tree.combine(values, torch.Tensor.add_)
+        outputs = [self._target[each] for each in self._cut(piece)]
+        self._transport.start_all_to_all(outputs, [mine] * self._shares.world).wait()
+
+    def is_done(self) -> bool:
+        """Not before somebody has waited."""
+        return self._parts is None
+
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Tell inside of :meth:`wait`."""
+        self._callback = callback
+
+
+class SparseTreeSum:
+    """The same for sparse gradients: all ranks get all rows, and add them up alike.
+
+    Args:
+        transport: Between the ranks.
+        shares: Who brings which parts.
+        parts: This rank's, coalesced.
+        take: Is given the sum.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        shares: Shares,
+        parts: list[torch.Tensor],
+        take: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._add_up = functools.partial(_add_up_sparse, transport, shares, parts, take)
+        self._is_done = False
+        self._callback: Callable[[int], None] | None = None
+
+    def wait(self) -> None:
+        """Gather and add up."""
+        if self._is_done:
+            return
+        self._is_done = True
+        self._add_up()
+        del self._add_up
+        if self._callback is not None:
+            self._callback(perf_counter_ns())
+
+    def is_done(self) -> bool:
+        """Not before somebody has waited."""
+        return self._is_done
+
+    def on_done(self, callback: Callable[[int], None]) -> None:
+        """Tell inside of :meth:`wait`."""
+        self._callback = callback
+
+
+def _add_up_sparse(
+    transport: Transport,
+    shares: Shares,
+    parts: list[torch.Tensor],
+    take: Callable[[torch.Tensor], None],
+) -> None:
+    everything = [parts]
+    if shares.world > 1:
+        counts = [len(nodes) for nodes in shares.parts]
+        everything = gather_sparse(transport.messages, parts, counts)
+    take(shares.tree.combine(shares.by_node(everything), add_sparse))

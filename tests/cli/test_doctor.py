@@ -1,0 +1,151 @@
+"""``paceline doctor``: a running job, the list of jobs, the machine; exit status and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline import DistributedDataParallel as DDP
+from paceline.cli import main
+from paceline.cli.doctor_env import CHECKS, Finding, Level
+from paceline.errors import ConfigurationError
+from paceline.observe.jobs import listed_job
+from paceline.observe.run_folder import find_run
+from paceline.testing import run_ranks
+from tests.ddp.compare import batch
+from tests.ddp.models import mlp
+
+
+def doctor(*words: str) -> dict[str, Any]:
+    """As from another terminal."""
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "doctor", *words], capture_output=True, text=True
+    )
+    return {"status": done.returncode, "out": done.stdout, "err": done.stderr}
+
+
+def late_rank(folder: str) -> list[dict[str, Any]]:
+    """Rank 1 asks what is wrong while the others wait for it; it is what is wrong."""
+    ddp = DDP(mlp(4))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    found = []
+    for step in range(6):
+        if step == 4 and dist.get_rank() == 1:
+            time.sleep(1.5)  # longer than a healthy step keeps anybody waiting
+            found = [doctor(folder, "--json"), doctor(folder)]
+        optimizer.zero_grad()
+        ddp(batch(step)).square().mean().backward()
+        optimizer.step()
+    return found
+
+
+def test_a_running_job(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    _, (as_json, as_text), _ = run_ranks(3, late_rank, folder, env={"PACELINE_RUN_DIR": folder})
+    assert as_json["status"] == as_text["status"] == 1, as_json
+    told = json.loads(as_json["out"])
+    assert told["stalled"]
+    assert [each["is_behind"] for each in told["ranks"]] == [False, True, False]
+    one = told["ranks"][1]
+    assert one["process"] == "alive"
+    assert one["activity"] == "input"
+    assert "test_doctor.py" in one["place"]
+    assert all(each["answers"] for each in told["ranks"])
+    assert told["ranks"][0]["awaited"].startswith("bucket 0 (of ")
+    assert as_text["out"].startswith("Rank 1 (pid ")
+    assert "test_doctor.py" in as_text["out"].splitlines()[0]
+    assert not list(tmp_path.glob("stall-*")), "nobody asked for a stall report"
+
+
+def test_a_job_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def on_rank() -> None:
+        ddp = DDP(mlp(4))
+        ddp(batch(0)).square().mean().backward()
+
+    run_ranks(2, on_rank, env={"PACELINE_RUN_DIR": str(tmp_path)})
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "the job is over" in capsys.readouterr().out
+
+
+def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path / "nothing")]) == 2
+    assert "there is no run folder" in capsys.readouterr().err
+
+
+def test_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="there is no run"):
+        find_run("latest")
+    for name, at in (("a", 100), ("b", 300), ("c", 200)):
+        folder = tmp_path / "paceline-runs" / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        os.utime(folder, (at, at))
+    assert find_run("latest").path.name == "b"
+    assert find_run("a").path == Path("paceline-runs/a")
+
+
+def test_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["doctor"]) == 0
+    assert "No job of this user" in capsys.readouterr().out
+    with listed_job(tmp_path / "run", ["train.py", "--lr", "1"]):
+        assert main(["doctor"]) == 0
+        text = capsys.readouterr().out
+        assert main(["doctor", "--json"]) == 0
+        (job,) = json.loads(capsys.readouterr().out)
+    assert "train.py --lr 1" in text
+    assert f"paceline doctor {tmp_path / 'run'}" in text
+    assert job["pid"] == os.getpid()
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "env"])
+    text = capsys.readouterr().out
+    assert main(["doctor", "env", "--json"]) == status
+    findings = json.loads(capsys.readouterr().out)
+    assert len(findings) == len(CHECKS)
+    names = {each["name"]: each for each in findings}
+    assert names["torch"]["found"].startswith(torch.__version__)
+    assert {"backends", "native core", "memory", "cores", "clock", "/dev/shm"} <= names.keys()
+    assert all(name in text for name in names)
+    assert not any("cannot be checked" in each["found"] for each in findings)
+    assert status == int(any(each["level"] == "fail" for each in findings))
+
+
+def test_env_says_what_to_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4096")
+    assert main(["doctor", "env"]) == 1
+    text = capsys.readouterr().out
+    assert "GLOO_SOCKET_IFNAME=nosuch0 is none of them" in text
+    assert "OMP_NUM_THREADS * ranks should be" in text
+
+
+def test_a_check_that_fails_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_nothing() -> Finding:
+        raise OSError("no such thing")
+
+    def check_all() -> Finding:
+        return Finding("all", Level.OK, "fine")
+
+    monkeypatch.setattr("paceline.cli.doctor_env.CHECKS", (check_nothing, check_all))
+    assert main(["doctor", "env"]) == 0
+    assert "nothing  cannot be checked: OSError: no such thing" in capsys.readouterr().out

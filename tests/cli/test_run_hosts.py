@@ -1,0 +1,85 @@
+"""``paceline run`` on two hosts: network namespaces with a launcher in each."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.testing.hosts import Hosts, hosts_unavailable_reason, test_hosts
+from tests.cli.launched import environ, finish, start
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason())
+    ),
+]
+test_hosts.__test__ = False  # type: ignore[attr-defined]
+
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from paceline import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(3, 3))
+for step in range(3):
+    if step == 2 and dist.get_rank() == int(sys.argv[1]): raise ValueError("no such label")
+    model(torch.ones(1, 3)).sum().backward()
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE".split()
+names.append("MASTER_ADDR")
+print(*(os.environ[name] for name in names), model.stats().steps, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def launch_on(
+    hosts: Hosts, number: int, ranks: int, folder: Path, *words: str
+) -> subprocess.Popen[str]:
+    env = environ(GLOO_SOCKET_IFNAME="link0", PACELINE_HOST_ID=f"host-{number}")
+    # Both share a file system, and the folder.
+    options = ["-n", str(ranks), "--nnodes", "2", "--node-rank", str(number), "--run-dir", "run"]
+    options += ["--rdzv-endpoint", "10.77.0.1:29437", "--rdzv-id", "a-job"]
+    return hosts._namespaces[number].call(
+        lambda: start(*options, "train.py", *words, cwd=folder, env=env)
+    )
+
+
+def test_ranks_of_two_hosts_train(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with test_hosts(2) as hosts:
+        first = launch_on(hosts, 0, 1, tmp_path, "-1")
+        second = launch_on(hosts, 1, 2, tmp_path, "-1")
+        done = [finish(first), finish(second)]
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    assert done[0].stdout == "0 0 3 1 0 2 10.77.0.1 3\n"
+    lines = sorted(done[1].stdout.splitlines())
+    assert lines == ["[1] 1 0 3 2 1 2 10.77.0.1 3", "[2] 2 1 3 2 1 2 10.77.0.1 3"]
+    assert {path.name for path in (tmp_path / "run").glob("*.log")} == {
+        "rank0.log",
+        "rank1.log",
+        "rank2.log",
+    }
+
+
+def test_the_culprit_is_on_the_other_host(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with test_hosts(2) as hosts:
+        first = launch_on(hosts, 0, 1, tmp_path, "2")
+        second = launch_on(hosts, 1, 2, tmp_path, "2")
+        done = [finish(first), finish(second)]
+    assert [each.returncode for each in done] == [1, 1]
+    assert "paceline run: on host 1, rank 2 (pid " in done[0].stderr
+    assert "failed first: ValueError: no such label" in done[0].stderr
+    assert "paceline run: rank 2 (pid " in done[1].stderr
+
+
+def test_host_0_ends_first(tmp_path: Path) -> None:
+    """It waits for the others, and hears of their end."""
+    late = "import time; time.sleep(2.0 * int(os.environ['RANK']))\n"
+    (tmp_path / "train.py").write_text(SCRIPT + late)
+    with test_hosts(2) as hosts:
+        first = launch_on(hosts, 0, 1, tmp_path, "-1")
+        second = launch_on(hosts, 1, 1, tmp_path, "-1")
+        done = [finish(first), finish(second)]
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]

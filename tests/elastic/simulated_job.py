@@ -1,0 +1,160 @@
+"""A job without processes: carries out what a membership decides, and checks what must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.elastic.members import (
+    Action,
+    Begin,
+    ElasticPolicy,
+    End,
+    Fail,
+    Fork,
+    Kill,
+    Regroup,
+    Release,
+)
+from paceline.elastic.membership import Membership
+
+
+@dataclass
+class Rank:
+    """A simulated member: what it has committed, and what it was told."""
+
+    slot: int
+    host: int = 0
+    place: Begin | None = None
+    step: int = 0
+    is_told: bool = False
+    is_left: bool = False
+    must_commit: int = -1
+
+
+@dataclass
+class Job:
+    """Carries out actions on simulated members, and checks what must always hold."""
+
+    membership: Membership
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    failed: str = ""
+    released: set[int] = field(default_factory=set)
+    committed: int = 0
+    preempted: int = 0
+
+    def do(self, actions: list[Action]) -> None:
+        killed: list[int] = []
+        if begins := [action for action in actions if isinstance(action, Begin)]:
+            self._begin(begins)
+        for action in actions:
+            match action:
+                case Fork():
+                    assert action.member not in self.ranks
+                    self.ranks[action.member] = Rank(action.slot, action.host)
+                case Kill():
+                    if self.ranks.pop(action.member, None) is not None:
+                        killed.append(action.member)
+                case End() | Regroup():
+                    rank = self.ranks[action.member]
+                    rank.is_told = True
+                    rank.must_commit = getattr(action, "after", rank.must_commit)
+                case Release():
+                    self.released.add(action.member)
+                    self.ranks.pop(action.member)
+                case Fail():
+                    self.failed = action.why
+        for member in killed:
+            self.report_death(member)
+
+    def _begin(self, begins: list[Begin]) -> None:
+        world = len(begins)
+        assert [b.rank for b in begins] == list(range(world))
+        assert {(b.epoch, b.world, b.source, b.step) for b in begins} == {
+            (begins[0].epoch, world, begins[0].source, begins[0].step)
+        }
+        assert begins[0].step == self.committed, "a committed step is lost, or invented"
+        source = self.ranks[begins[begins[0].source].member]
+        assert source.step == begins[0].step
+        for begin in begins:
+            rank = self.ranks[begin.member]
+            is_behind = rank.step != begin.step or rank.place is None
+            assert begin.is_first or begin.copies or not is_behind
+            rank.place, rank.step = begin, begin.step
+            rank.is_told = rank.is_left = False
+            rank.must_commit = -1
+
+    def training(self) -> list[int]:
+        return [m for m, r in self.ranks.items() if r.place is not None and not r.is_left]
+
+    def step(self, who: int) -> None:
+        """All that train reduce a step; only the first ``who`` of them get to commit it."""
+        inside = self.training()
+        places = [self.ranks[m].place for m in inside]
+        if (
+            not inside
+            or len(inside) != places[0].world
+            or self.ranks[inside[0]].step != self.committed
+        ):
+            return
+        if any(self.ranks[m].step != self.committed for m in inside):
+            return
+        for member in inside[: 1 + who % len(inside)]:
+            self.ranks[member].step += 1
+        self.committed += 1
+
+    def catch_up(self, member: int) -> None:
+        """A rank whose reductions were complete commits, too."""
+        rank = self.ranks[member]
+        if rank.step < self.committed and not rank.is_left:  # who has left has said where it is
+            rank.step += 1
+
+    def leave(self, member: int) -> None:
+        rank = self.ranks[member]
+        if rank.is_told and not rank.is_left and rank.place is not None:
+            while rank.step < min(rank.must_commit, self.committed):
+                rank.step += 1
+            rank.is_left = True
+            self.do(self.membership.on_ready(member, rank.step, True))
+
+    def join(self, member: int) -> None:
+        if self.ranks[member].place is None and not self.ranks[member].is_left:
+            self.ranks[member].is_left = True
+            self.do(self.membership.on_joined(member))
+
+    def preempt(self, member: int) -> None:
+        """Told to end: it asks to leave."""
+        self.preempted += 1
+        self.do(self.membership.on_leave(member))
+
+    def die(self, member: int) -> None:
+        self.ranks.pop(member)
+        self.report_death(member)
+
+    def report_death(self, member: int) -> None:
+        # What only the dead had committed is done once more, from the same batch.
+        self.committed = max((r.step for r in self.ranks.values() if r.place), default=0)
+        self.do(self.membership.on_died(member, "test"))
+
+    def settle(self) -> None:
+        """Everybody does what it was told, until nothing happens any more."""
+        for _ in range(50):
+            before = repr((self.ranks, self.membership.epoch))
+            for member in list(self.ranks):
+                if member in self.ranks:
+                    self.join(member)
+                if member in self.ranks:
+                    self.leave(member)
+            for member in self.training():
+                self.catch_up(member)
+            if repr((self.ranks, self.membership.epoch)) != before:
+                continue
+            due_s = self.membership.next_due_s()
+            if due_s is None:
+                return
+            self.do(self.membership.on_tick(due_s))
+
+
+def make_job(ranks: int = 4, **policy: object) -> Job:
+    job = Job(Membership(ElasticPolicy(ranks, **policy)))  # type: ignore[arg-type]
+    job.do(job.membership.start())
+    return job

@@ -1,0 +1,284 @@
+"""The coordinator's sockets: private, and closed to whoever does not know the key."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.elastic.coordinator import Coordinator, CoordinatorOrder
+from paceline.elastic.door import MAX_HEARD
+from paceline.elastic.handshake import connect, read_key
+from paceline.elastic.hosts.agent import Agent, AgentPlan
+from paceline.elastic.hosts.takeover import HostReport
+from paceline.elastic.members import ElasticPolicy
+from paceline.elastic.protocol import key_path, receive, send, socket_path
+from paceline.errors import ConfigurationError, MembershipError
+
+KEY = b"k" * 64
+DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Running:
+    """A coordinator in a thread, at a port."""
+
+    def __init__(self, tmp_path: Path, port: int | None = None, **policy: Any) -> None:
+        self.address = ("127.0.0.1", port or free_port())
+        found = ElasticPolicy(0, **({"hosts": 2, "max_hosts": 2} | policy))
+        order = CoordinatorOrder(found, KEY, str(tmp_path / "path"), self.address, 30.0, 4)
+        self.coordinator = Coordinator(order)
+        self.thread = threading.Thread(target=self.coordinator.run)
+        self.thread.start()
+
+    def close(self) -> None:
+        made = self.coordinator
+        made._mailbox.post(lambda: setattr(made, "_is_over", True))
+        self.thread.join()
+        made.close()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    yield made
+    made.close()
+
+
+def say_hello(pipe: Connection, host: int = 0, launcher: str = "a", **facts: Any) -> dict[str, Any]:
+    hello = {"host": host, "hosts": 2, "ranks": 1, "launcher": launcher, "coordinator": "",
+             "heard": 0, "door": 0, "report": HostReport().to_plain()}  # fmt: skip
+    send(pipe, "host", **(hello | facts))
+    return receive(pipe)
+
+
+def hear(pipe: Connection, kind: str) -> dict[str, Any]:
+    while True:
+        message = receive(pipe)
+        if message["kind"] == kind:
+            return message
+
+
+class TestStrangers:
+    """Whatever they do at the port, two launchers meet, and the job begins."""
+
+    def meet(self, running: Running) -> None:
+        with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+            assert say_hello(one, 0, "a")["kind"] == "welcome"
+            assert say_hello(other, 1, "b")["kind"] == "welcome"
+            assert hear(one, "fork")["slot"] == 0
+            assert hear(other, "fork")["slot"] == 1
+
+    def test_wrong_key(self, running: Running) -> None:
+        with pytest.raises((EOFError, OSError)):
+            connect(running.address, b"a wrong key")
+        self.meet(running)
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"\xff" * 64,
+            b"\x00\x00\x00\x40",
+            b"\x7f\xff\xff\xff" + b"x" * 100_000,
+            b"GET / HTTP/1.1",
+        ],
+        ids=["garbage", "half", "too large", "http"],
+    )
+    def test_noise(self, running: Running, data: bytes) -> None:
+        with socket.create_connection(running.address) as loud:
+            loud.sendall(data)
+            self.meet(running)
+
+    def test_silent_and_many(self, running: Running) -> None:
+        silent = [socket.create_connection(running.address) for _ in range(2 * MAX_HEARD)]
+        try:
+            self.meet(running)
+            assert len(running.coordinator._doors[1]._heard) <= MAX_HEARD
+        finally:
+            for each in silent:
+                each.close()
+
+    def test_who_repeats_what_it_heard(self, running: Running) -> None:
+        """The proof of one connection is worth nothing in another, nor is the other end's."""
+        with socket.create_connection(running.address) as first:
+            challenge = first.recv(4 + 32)
+            first.sendall((64).to_bytes(4, "big") + challenge[4:] + challenge[4:])
+            assert first.recv(100) == b""
+        self.meet(running)
+
+
+def test_who_knows_the_key_and_makes_no_sense_is_refused(running: Running) -> None:
+    with connect(running.address, KEY) as pipe:
+        assert say_hello(pipe, host=7)["kind"] == "refused"
+    with connect(running.address, KEY) as pipe:
+        assert "disagree about --nnodes" in say_hello(pipe, hosts=3)["why"]
+    with connect(running.address, KEY) as pipe:
+        send(pipe, "dance")
+        assert receive(pipe)["kind"] == "refused"
+    with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+        assert say_hello(one)["kind"] == "welcome"
+        assert "two hosts have --node-rank 0" in say_hello(other, launcher="b")["why"]
+
+
+def test_what_was_not_heard_is_said_again(running: Running) -> None:
+    with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+        welcome = say_hello(one, 0, "a")
+        say_hello(other, 1, "b")
+        fork = hear(one, "fork")
+    with connect(running.address, KEY) as again:
+        back = say_hello(again, 0, "a", coordinator=welcome["coordinator"], heard=0)
+        assert back["is_known"]
+        assert hear(again, "fork") == fork
+
+
+def test_what_is_sent_twice_is_heard_once(running: Running) -> None:
+    with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+        say_hello(one, 0, "a")
+        say_hello(other, 1, "b")
+        for _ in range(2):
+            send(one, "scale", ask=1, ranks=9, n=1)
+        send(one, "scale", ask=2, ranks=9, n=2)
+        assert hear(one, "answer")["ask"] == 1
+        assert hear(one, "answer")["ask"] == 2
+
+
+class NoLauncher:
+    """Starts nothing."""
+
+    def __init__(self) -> None:
+        self.forked: list[int] = []
+        self.killed: dict[int, str] = {}
+        self.door = 0
+
+    def fork(self, order: dict[str, Any]) -> None:
+        self.forked.append(order["member"])
+
+    def kill(self, member: int, why: str) -> None:
+        self.killed[member] = why
+
+    kill_stuck = kill
+
+    def pid_of(self, member: int) -> int:
+        return 0
+
+    def on_epoch(self, event: dict[str, Any]) -> None: ...
+
+    def on_store(self, door: int) -> None:
+        self.door = door
+
+    def listens(self) -> list[str]:
+        return []
+
+
+class RunningAgent:
+    """An agent in this thread."""
+
+    def __init__(self, address: tuple[str, int], **plan: Any) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.launcher = NoLauncher()
+        found = {"host": 0, "hosts": 1, "ranks": 2, "lease_s": 30.0, "key": KEY} | plan
+        self.agent = Agent(AgentPlan(address=address, **found), self.launcher, self.selector)
+
+    def run_until(self, is_so: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < until_s
+            for key, _ in self.selector.select(0.05):
+                if self.selector.get_map().get(key.fd) == key:
+                    key.data()
+            self.agent.tick()
+
+    def close(self) -> None:
+        self.agent.close()
+        self.selector.close()
+
+
+def test_a_new_coordinator_hears_all_and_a_refusal_is_worth_a_lease(tmp_path: Path) -> None:
+    first = Running(tmp_path, hosts=1, max_hosts=1)
+    mine = RunningAgent(first.address)
+    agent, launcher, lease = mine.agent, mine.launcher, mine.agent._link.lease
+    try:
+        mine.run_until(lambda: len(launcher.forked) == 2 and lease.until_s is not None)
+        assert lease.until_s is not None
+        members = list(agent.members)
+        first.close()
+        agent.say("scale", ask=7, ranks=99)  # said to nobody, and not part of a report
+        mine.run_until(lambda: not agent.is_welcome)
+        before_s = lease.until_s
+        mine.run_until(lambda: bool(lease.until_s and lease.until_s > before_s))
+        second = Running(tmp_path, first.address[1], hosts=1, max_hosts=1)
+        try:
+            mine.run_until(lambda: agent.is_welcome)
+            mine.run_until(lambda: second.coordinator._membership.is_started)
+            assert sorted(second.coordinator._membership.members) == sorted(members)
+            assert len(launcher.forked) == 2
+            assert not launcher.killed
+            mine.run_until(
+                lambda: agent.has_said_all() and second.coordinator._hosts[0].channel.heard > 0
+            )
+        finally:
+            second.close()
+    finally:
+        mine.close()
+
+
+def test_the_agents_socket(tmp_path: Path) -> None:
+    mine = RunningAgent(("127.0.0.1", free_port()))
+    directory = mine.agent.directory
+    try:
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert key_path(directory).stat().st_mode & 0o777 == 0o600
+        with pytest.raises((EOFError, OSError, MembershipError)):
+            connect(socket_path(directory), b"a wrong key")
+        answers: list[Any] = []
+
+        def ask(message: dict[str, Any]) -> None:
+            with connect(socket_path(directory), read_key(key_path(directory))) as pipe:
+                send(pipe, **message)
+                try:
+                    answers.append(receive(pipe))
+                except (EOFError, ConnectionResetError):
+                    answers.append(None)
+
+        for message in ({"kind": "dance"}, {"kind": "hello", "member": 99, "pid": 1}):
+            thread = threading.Thread(target=ask, args=(message,))
+            thread.start()
+            mine.run_until(lambda thread=thread: not thread.is_alive())  # type: ignore[misc]
+        assert "unknown message" in answers[0]["error"]
+        assert answers[1] is None
+    finally:
+        mine.close()
+    assert not directory.exists()
+
+
+class TestKeyFile:
+    def test_others_can_read_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        path.write_bytes(KEY)
+        path.chmod(0o644)
+        with pytest.raises(ConfigurationError, match="chmod 600"):
+            read_key(path)
+        path.chmod(0o600)
+        assert read_key(path) == KEY
+
+    def test_it_is_too_short_or_missing(self, tmp_path: Path) -> None:
+        path = tmp_path / "key"
+        with pytest.raises(ConfigurationError, match="No such file"):
+            read_key(path)
+        path.write_bytes(b"secret")
+        path.chmod(0o600)
+        with pytest.raises(ConfigurationError, match="too short") as caught:
+            read_key(path)
+        assert "secret" not in str(caught.value)

@@ -1,0 +1,297 @@
+"""The coordinator's decisions, tried out on simulated members in random orders of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.elastic.members import (
+    End,
+    Kill,
+)
+from tests.elastic.simulated_job import make_job
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "die", "join", "leave", "catch_up", "scale", "tick", "preempt"]),
+        st.integers(0, 7),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 5), st.sampled_from([0.0, 5.0]), st.integers(0, 2), EVENTS)
+def test_no_committed_step_is_lost(
+    ranks: int, hold_s: float, spares: int, events: list[tuple[str, int]]
+) -> None:
+    job = make_job(ranks, hold_s=hold_s, early_deaths=1000, spares=spares)
+    job.settle()
+    assert job.membership.epoch == 0
+    members = sorted(job.ranks)
+    for what, number in events:
+        members = sorted(job.ranks)
+        if job.failed or not members:
+            break
+        member = members[number % len(members)]
+        if what == "step":
+            job.step(number)
+        elif what == "scale":
+            job.do(job.membership.on_scale(1 + number % 5))
+        elif what == "tick":
+            job.do(job.membership.on_tick(job.membership.now_s + number))
+        elif what == "preempt":
+            job.preempt(member)
+        else:
+            getattr(job, what)(member)
+    if not job.failed:
+        job.settle()
+    if job.failed:
+        assert "nobody holds the state" in job.failed
+    elif members:
+        wanted = job.membership.policy.ranks
+        least = max(1, wanted - job.preempted)
+        assert least <= len(job.training()) <= wanted
+        assert len(job.ranks) == len(job.training()) + spares
+        assert all(job.ranks[m].step == job.committed for m in job.training())
+
+
+def test_a_death_ends_the_epoch_and_the_survivors_go_on_at_once() -> None:
+    job = make_job(3)
+    job.settle()
+    dead = next(m for m, r in job.ranks.items() if r.slot == 1)
+    job.die(dead)
+    for member in job.training():
+        job.leave(member)
+    assert job.membership.epoch == 1
+    assert [job.ranks[m].place.rank for m in job.training()] == [0, 1]  # type: ignore[union-attr]
+
+
+def test_hold_waits_for_the_replacement_which_gets_the_same_rank() -> None:
+    job = make_job(3, hold_s=10.0)
+    job.settle()
+    dead = next(m for m, r in job.ranks.items() if r.slot == 1)
+    job.die(dead)
+    for member in job.training():
+        job.leave(member)
+    assert job.membership.epoch == 0
+    new = next(m for m, r in job.ranks.items() if r.place is None)
+    job.join(new)
+    assert job.membership.epoch == 1
+    assert job.ranks[new].place is not None
+    assert job.ranks[new].place.rank == 1
+    assert job.ranks[new].place.copies
+
+
+def test_hold_ends() -> None:
+    job = make_job(3, hold_s=10.0)
+    job.settle()
+    job.die(0)
+    for member in job.training():
+        job.leave(member)
+    job.do(job.membership.on_tick(11.0))
+    assert job.membership.epoch == 1
+    assert len(job.training()) == 2
+
+
+def test_a_death_before_the_first_epoch_starts_all_again() -> None:
+    job = make_job(2)
+    first = set(job.ranks)
+    job.join(0)
+    job.die(1)
+    assert not first & set(job.ranks)
+    job.settle()
+    assert job.membership.epoch == 0
+
+
+def test_who_dies_again_and_again_ends_the_job() -> None:
+    job = make_job(2, early_deaths=4)
+    job.settle()
+    job.step(7)
+    pauses = []
+    while not job.failed:
+        job.settle() if job.membership.next_due_s() is None else None
+        new = next((m for m, r in job.ranks.items() if r.slot == 1), None)
+        if new is None:
+            due_s = job.membership.next_due_s()
+            assert due_s is not None
+            pauses.append(due_s - job.membership.now_s)
+            job.do(job.membership.on_tick(due_s))
+        else:
+            job.die(new)
+    assert "rank 1 died 4 times in a row" in job.failed
+    assert pauses == sorted(pauses)
+    assert pauses
+
+
+def test_below_the_minimum_the_job_waits_and_then_ends() -> None:
+    job = make_job(2, minimum=2, wait_s=60.0, early_deaths=1000)
+    job.settle()
+    job.die(1)
+    job.leave(0)
+    assert job.membership.epoch == 0
+    job.do(job.membership.on_tick(61.0))
+    assert "fewer than the minimum of 2" in job.failed
+
+
+def test_who_does_not_leave_is_killed() -> None:
+    job = make_job(3, respond_s=5.0)
+    job.settle()
+    job.die(2)
+    job.leave(0)
+    actions = job.membership.on_tick(5.5)
+    assert [a.member for a in actions if isinstance(a, Kill)] == [1]
+
+
+def test_all_at_once() -> None:
+    job = make_job(2)
+    job.settle()
+    job.die(0)
+    job.die(1)
+    assert "nobody holds the state" in job.failed
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_scaling(ranks: int) -> None:
+    job = make_job(3)
+    job.settle()
+    job.step(7)
+    job.do(job.membership.on_scale(ranks))
+    job.settle()
+    assert len(job.training()) == ranks
+    assert len(job.released) == max(0, 3 - ranks)
+
+
+def test_the_end() -> None:
+    job = make_job(3)
+    job.settle()
+    for member in list(job.ranks):
+        assert not job.membership.is_finished
+        job.do(job.membership.on_done(member, 7))
+    assert job.membership.is_finished
+    assert len(job.released) == 3
+
+
+def test_one_that_is_done_gives_its_state_to_those_that_are_not() -> None:
+    job = make_job(3)
+    job.settle()
+    job.step(0)  # member 0 has committed the last step
+    job.do(job.membership.on_done(0, job.ranks[0].step))
+    job.die(2)
+    assert job.ranks[0].is_told
+    job.leave(0)
+    job.leave(1)
+    assert job.membership.epoch == 1
+
+
+def test_a_step_that_can_be_neither_completed_nor_undone_ends_the_job() -> None:
+    job = make_job(3)
+    job.settle()
+    job.die(2)
+    job.do(job.membership.on_ready(0, 0, is_clean=False))
+    job.do(job.membership.on_ready(1, 0, is_clean=False))
+    assert "between optimizer.step() and state.commit() of step 1" in job.failed
+    assert job.membership.epoch == 0
+
+
+def test_a_spare_takes_the_place_of_the_dead_and_is_replaced() -> None:
+    job = make_job(2, spares=1)
+    job.settle()
+    spare = next(m for m in job.ranks if m not in job.training())
+    job.die(job.training()[1])
+    assert len(job.ranks) == 3
+    job.leave(job.training()[0])
+    assert job.membership.epoch == 1
+    assert spare in job.training()
+    job.settle()
+    assert len(job.training()) == 2
+    assert len(job.ranks) == 3
+
+
+def test_who_is_told_to_end_leaves_after_its_step_and_is_not_replaced() -> None:
+    job = make_job(3)
+    job.settle()
+    job.step(7)
+    job.preempt(1)
+    assert job.ranks[1].is_told
+    job.settle()
+    assert sorted(job.training()) == [0, 2]
+    assert job.released == {1}
+
+
+def test_who_leaves_is_replaced_if_too_few_would_be_left() -> None:
+    job = make_job(2, minimum=2)
+    job.settle()
+    job.preempt(1)
+    job.settle()
+    assert len(job.training()) == 2
+    assert job.released == {1}
+
+
+def test_scaling_before_the_first_epoch_comes_after_it() -> None:
+    job = make_job(2)
+    job.do(job.membership.on_scale(3))
+    job.settle()
+    assert len(job.training()) == 3
+
+
+def test_a_long_step_is_no_reason_to_kill_who_is_asked_to_leave_after_it() -> None:
+    job = make_job(2, respond_s=5.0)
+    job.settle()
+    job.do(job.membership.on_scale(3))
+    new = next(m for m, r in job.ranks.items() if r.place is None)
+    job.join(new)
+    assert job.ranks[0].is_told
+    assert not [a for a in job.membership.on_tick(1000.0) if isinstance(a, Kill)]
+    job.settle()
+    assert len(job.training()) == 3
+
+
+def test_who_always_dies_before_its_first_step_ends_the_job_although_others_go_on() -> None:
+    job = make_job(2, early_deaths=4)
+    job.settle()
+    while not job.failed:
+        job.die(next(m for m, r in job.ranks.items() if r.slot == 1))
+        job.leave(0)
+        before = job.committed
+        job.step(0)
+        assert job.failed or job.committed == before + 1
+        job.settle()
+    assert "rank 1 died 4 times in a row" in job.failed
+
+
+def test_a_lost_connection_ends_the_epoch_and_nobody_is_killed() -> None:
+    job = make_job(3)
+    job.settle()
+    actions = job.membership.on_broken(1, "rank 1 lost a connection")
+    assert [type(action) for action in actions] == [End] * 3
+    job.do(actions)
+    assert job.membership.on_broken(2, "the same") == []
+    job.settle()
+    assert job.membership.epoch == 1
+    assert len(job.training()) == 3
+
+
+def test_a_connection_that_is_always_lost_ends_the_job() -> None:
+    job = make_job(2, early_deaths=3)
+    job.settle()
+    for _ in range(3):
+        job.do(job.membership.on_broken(0, "rank 0 lost a connection"))
+        job.settle()
+    assert job.failed == "rank 0 lost a connection; 3 times in a row without a step in between"
+
+
+def test_who_has_not_copied_the_state_yet_holds_nothing() -> None:
+    job = make_job(2, hold_s=100.0)
+    job.settle()
+    job.step(7)
+    job.die(1)
+    job.leave(0)
+    joiner = next(m for m, r in job.ranks.items() if r.slot == 1)
+    job.join(joiner)
+    assert job.training() == [0, joiner]
+    job.do(job.membership.on_died(0, "rank 0 died"))
+    job.do(job.membership.on_ready(joiner, -1, True))
+    job.do(job.membership.on_tick(1000.0))
+    assert "nobody holds the state any more" in job.failed

@@ -1,0 +1,339 @@
+"""Transformers' Trainer with our wrapper, beside its own on gloo."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.testing import run_ranks
+from tests.integrations.table import (
+    RANKS,
+    Curve,
+    Side,
+    Table,
+    check,
+    check_our_group,
+    needs,
+    torchrun_variables,
+)
+from tests.integrations.workload import Averages
+
+pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+table = Table()
+VOCABULARY = 64
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Counting sequences: something a tiny language model learns within some steps."""
+
+    def __init__(self, samples: int = 48) -> None:
+        generator = torch.Generator().manual_seed(5)
+        starts = torch.randint(VOCABULARY, (samples, 1), generator=generator)
+        self.tokens = (starts + torch.arange(12)) % VOCABULARY
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def gpt() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+@functools.cache
+def recorder_class() -> Any:
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):  # type: ignore[misc]
+        """Keeps what the Trainer logs, and the wrapper."""
+
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+            self.norms: list[float] = []
+            self.scores: list[float] = []
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "loss" in logs:
+                self.losses.append(logs["loss"])
+                self.norms.append(logs["grad_norm"])
+
+        def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
+            self.scores.append(metrics["eval_loss"])
+
+    return Recorder
+
+
+def reset() -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
+    import transformers
+
+    from paceline.integrations.transformers import Trainer
+
+    reset()
+    callbacks = options.pop("callbacks", [])
+    settings = {
+        "output_dir": side.folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+        "dataloader_pin_memory": False,
+        **options,
+    }
+    recorder = recorder_class()()
+    made = side.choose(transformers.Trainer, Trainer)(
+        model=model or gpt(),
+        args=transformers.TrainingArguments(**settings),
+        train_dataset=Sequences(),
+        eval_dataset=Sequences(20),
+        callbacks=[recorder, *callbacks],
+    )
+    return made, recorder
+
+
+def train(side: Side, model: Any = None, *, resume: Any = None, **options: Any) -> Curve:
+    made, recorder = trainer(side, model, **options)
+    made.train(resume_from_checkpoint=resume)
+    return Curve(made.model_wrapped, recorder.losses, recorder.norms + recorder.scores)
+
+
+@table
+def plain(side: Side) -> Curve:
+    return train(side)
+
+
+@table
+def accumulate(side: Side) -> Curve:
+    return train(side, gradient_accumulation_steps=3)
+
+
+@table
+def clip_gradients(side: Side) -> Curve:
+    return train(side, max_grad_norm=0.05)
+
+
+@table
+def gradient_checkpointing(side: Side) -> Curve:
+    options = {"use_reentrant": False}
+    return train(side, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+
+
+@table
+def reentrant_checkpointing(side: Side) -> Curve:
+    options = {"use_reentrant": True}
+    return train(side, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+
+
+@table
+def bf16(side: Side) -> Curve:
+    return train(side, bf16=True)
+
+
+@table
+def find_unused_parameters(side: Side) -> Curve:
+    model = gpt()
+    model.forgotten = torch.nn.Linear(2, 2)
+    return train(side, model, ddp_find_unused_parameters=True)
+
+
+@table
+def no_unused_parameters(side: Side) -> Curve:
+    return train(side, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1)
+
+
+@table
+def evaluation_and_metrics(side: Side) -> Curve:
+    return train(side, eval_strategy="epoch", per_device_eval_batch_size=3)
+
+
+@table
+def uneven_batches(side: Side) -> Curve:
+    """48 samples in batches of 5: the last one is filled up."""
+    return train(side, per_device_train_batch_size=5)
+
+
+@table
+def save_and_resume(side: Side) -> Curve:
+    first = train(side, save_strategy="epoch", num_train_epochs=1, lr_scheduler_type="constant")
+    folder = next(
+        os.path.join(side.folder, name)
+        for name in sorted(os.listdir(side.folder))
+        if name.startswith("checkpoint-")
+    )
+    dist.barrier()
+    second = train(side, resume=folder, num_train_epochs=2, lr_scheduler_type="constant")
+    assert len(second.losses) == len(first.losses), "the first epoch was trained again"
+    return Curve(second.wrapper, first.losses + second.losses)
+
+
+@table
+def compiled(side: Side) -> Curve:
+    torch._dynamo.reset()
+    return train(side, torch_compile=True, torch_compile_backend="aot_eager", max_steps=4)
+
+
+@table
+def schedule_and_adafactor(side: Side) -> Curve:
+    return train(side, optim="adafactor", lr_scheduler_type="cosine", warmup_steps=2)
+
+
+@table
+def callbacks(side: Side) -> Curve:
+    from transformers import EarlyStoppingCallback
+
+    return train(
+        side,
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+
+
+@functools.cache
+def averaging_class() -> Any:
+    from transformers import TrainerCallback
+
+    class Averaging(TrainerCallback):  # type: ignore[misc]
+        """EMA and SWA of the model, after every step."""
+
+        averages: Averages
+
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            self.averages = Averages(model)
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.averages.update()
+
+    return Averaging
+
+
+@table
+def averages_ema_and_swa(side: Side) -> Curve:
+    callback = averaging_class()()
+    curve = train(side, callbacks=[callback], max_steps=4)
+    curve.more += callback.averages.parameters()
+    return curve
+
+
+@table
+def torchmetrics(side: Side) -> Curve:
+    """A metric in compute_metrics: the Trainer gathers predictions of both ranks for it."""
+    from torchmetrics.classification import MulticlassAccuracy
+
+    def compute(predictions: Any) -> dict[str, float]:
+        accuracy = MulticlassAccuracy(num_classes=VOCABULARY, sync_on_compute=False)
+        logits, labels = map(torch.from_numpy, predictions)
+        return {"accuracy": accuracy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).item()}
+
+    made, recorder = trainer(side, eval_strategy="epoch", per_device_eval_batch_size=3)
+    made.compute_metrics = compute
+    made.train()
+    scores = [entry["eval_accuracy"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(scores) == 2
+    return Curve(made.model_wrapped, recorder.losses, scores)
+
+
+@table
+def lora(side: Side) -> Curve:
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM, r=2, target_modules=["c_attn"], fan_in_fan_out=True
+    )
+    return train(side, get_peft_model(gpt(), config))
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, list[Any]]:
+    return table.run()
+
+
+@pytest.mark.parametrize("name", table.features)
+def test_feature(name: str, told: dict[str, list[Any]]) -> None:
+    check(told[name])
+
+
+def test_on_our_group(told: dict[str, list[Any]]) -> None:
+    check_our_group(told)
+
+
+def refused() -> str:
+    import transformers
+
+    try:
+        transformers.TrainingArguments(
+            output_dir=os.environ["OUTPUT_DIR"], use_cpu=True, ddp_backend="paceline"
+        )
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_their_arguments_refuse_our_backend(tmp_path: Path) -> None:
+    """Why there are ours; when this fails, ours can go."""
+    env = {**torchrun_variables(), "OUTPUT_DIR": str(tmp_path)}
+    for said in run_ranks(RANKS, refused, init=False, env=env, timeout_s=240):
+        assert "paceline" in said
+
+
+def own_group() -> tuple[str, list[float]]:
+    """Our TrainingArguments make a group of our backend; theirs refuse it by name."""
+    from paceline.integrations.transformers import Trainer, TrainingArguments
+
+    recorder = recorder_class()()
+    args = TrainingArguments(
+        output_dir=os.environ["OUTPUT_DIR"],
+        use_cpu=True,
+        max_steps=3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    made = Trainer(gpt(), args, train_dataset=Sequences(), callbacks=[recorder])
+    made.train()
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return backend, recorder.losses
+
+
+def test_own_group(tmp_path: Path) -> None:
+    env = {**torchrun_variables(), "OUTPUT_DIR": str(tmp_path)}
+    told = run_ranks(RANKS, own_group, init=False, env=env, timeout_s=240)
+    assert [backend for backend, _ in told] == ["paceline", "paceline"]
+    assert len(told[0][1]) == 3

@@ -1,0 +1,147 @@
+"""Files of the watchdog: whole or not at all, checked when read; one claim for one stall."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stall import claims as claims_module
+from paceline.observe.stall.account import (
+    Account,
+    WatchInfo,
+    read_account,
+    read_watch_info,
+    write_json,
+)
+from paceline.observe.stall.claims import Claims
+from paceline.observe.stall.locks import describe_lock_waits
+from paceline.observe.stall.processes import (
+    ProcessState,
+    catches_signal,
+    process_state,
+    start_ticks,
+)
+from paceline.observe.stall.stacks import StackWriter, ask_stacks, fold, innermost_place
+
+
+def test_accounts_come_back_as_they_were_written(tmp_path: Path) -> None:
+    account = Account(1, "t", 5, where="in forward", collectives=("a", "b"), is_waiting=True)
+    old = os.umask(0)
+    try:
+        write_json(tmp_path / "a", account)
+    finally:
+        os.umask(old)
+    assert read_account(tmp_path / "a") == account
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": "1"}', '{"rank": 1}', "\x00" * 100])
+def test_what_makes_no_sense_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a").write_text(text)
+    assert read_account(tmp_path / "a") is None
+    assert read_watch_info(tmp_path / "a") is None
+    assert read_account(tmp_path / "missing") is None
+
+
+def test_one_claim_for_one_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Claims(RunFolder(tmp_path)), Claims(RunFolder(tmp_path))
+    assert first.claim(1)
+    assert not second.claim(1)
+    assert not second.is_abandoned(1)
+    monkeypatch.setattr(claims_module, "PATIENCE_S", 0.0)
+    assert second.is_abandoned(1), "the first has died: the second takes over"
+    second.write_report(1, "Stall 1: rank 0\nmore")
+    assert first.newest_report() == 1
+    assert first.first_line(1) == "Stall 1: rank 0"
+    assert Claims(RunFolder(tmp_path)).newest_report() == 0, "what is old is not shown again"
+    first.forget(1)
+    assert first.next_number() == 2
+    assert first.claim(2)
+    first.give_up(2)
+    second.forget(1)
+    assert second.claim(2)
+
+
+def test_stacks_of_this_process_by_signal(tmp_path: Path) -> None:
+    writer = StackWriter(tmp_path / "stacks")
+    try:
+        assert catches_signal(os.getpid(), writer.signal)
+        pid = os.getpid()
+        thread = threading.main_thread().native_id or 0
+        watch = WatchInfo(0, "", "", pid, start_ticks(pid), thread, writer.signal, "")
+        text = ask_stacks(watch, tmp_path / "stacks")
+        assert "test_stacks_of_this_process_by_signal" in text
+        assert __file__ in innermost_place(text) or innermost_place(text)
+        number = writer.signal
+    finally:
+        writer.close()
+    assert signal.getsignal(number) is signal.SIG_DFL
+    assert ask_stacks(watch, tmp_path / "stacks") == "", "it would kill the process"
+
+
+def test_states_of_processes() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        started = start_ticks(child.pid)
+        assert process_state(child.pid, started) is ProcessState.ALIVE
+        assert process_state(child.pid, started + 1) is ProcessState.DEAD, "another process"
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert process_state(child.pid, started) is ProcessState.STOPPED
+    finally:
+        child.kill()
+        child.wait()
+    assert process_state(child.pid, started) is ProcessState.DEAD
+
+
+def test_two_threads_that_wait_for_each_other() -> None:
+    first, second = threading.Lock(), threading.RLock()
+    has = [threading.Event(), threading.Event()]
+    is_done = threading.Event()
+
+    def one() -> None:
+        with first:
+            has[0].set()
+            has[1].wait()
+            while not is_done.is_set() and not second.acquire(timeout=0.5):
+                pass
+
+    def two() -> None:
+        with second:
+            has[1].set()
+            has[0].wait()
+            with first:
+                pass
+
+    threads = [threading.Thread(target=each, name=each.__name__) for each in (two, one)]
+    for thread in threads:
+        thread.start()
+    names = {thread.ident: thread.name for thread in threads}
+    told = ""
+    while "thread two waits for the lock first" not in told:  # it may still be on its way there
+        frames = sys._current_frames()
+        told = describe_lock_waits({i: frames[i] for i in names if i in frames}, names)  # type: ignore[misc]
+    assert told.startswith("a deadlock, it seems")
+    assert "thread one waits for the lock second, held by thread two" in told
+    is_done.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_frames_of_torch_are_folded() -> None:
+    line = '  File "/x/site-packages/torch/nn/module.py", line 1 in _call'
+    user = '  File "/x/train.py", line 1 in main'
+    assert fold([line] * 3 + [line] * 5 + [user]) == [
+        *[line] * 3,
+        "  ... 5 of torch's or Paceline's",
+        user,
+    ]

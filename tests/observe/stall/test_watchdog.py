@@ -1,0 +1,188 @@
+"""The watchdog in ranks: no thread left, none in a child, none without a folder, no false alarm."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline import DistributedDataParallel as DDP
+from paceline.observe.stall import account as account_module
+from paceline.observe.stall import claims as claims_module
+from paceline.observe.stall import views as views_module
+from paceline.observe.stall import watchdog as watchdog_module
+from paceline.observe.stall.budget import Budget, WaitKind
+from paceline.testing import run_ranks
+from tests.ddp.compare import batch
+from tests.ddp.models import mlp
+
+
+def train(ddp: DDP, steps: int) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4)
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+def watchdogs() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "paceline-watchdog"]
+
+
+def lifetime() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    ddp = DDP(mlp(4))
+    second = DDP(mlp(4))
+    train(ddp, 2)
+    found["two wrappers"] = len(watchdogs())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(watchdogs()))
+    found["child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    del ddp, second
+    gc.collect()
+    found["none"] = len(watchdogs())
+    third = DDP(mlp(4))
+    train(third, 2)
+    found["again"] = len(watchdogs())
+    return found
+
+
+def test_one_thread_as_long_as_there_are_wrappers(tmp_path: Path) -> None:
+    for found in run_ranks(2, lifetime, env={"PACELINE_RUN_DIR": str(tmp_path)}):
+        assert found == {"two wrappers": 1, "child": 0, "none": 0, "again": 1}
+
+
+def test_no_folder_no_watchdog() -> None:
+    def on_rank() -> int:
+        ddp = DDP(mlp(4))
+        train(ddp, 2)
+        return len(watchdogs())
+
+    assert run_ranks(2, on_rank, env={"PACELINE_RUN_DIR": None}) == [0, 0]
+
+
+def stalls(folder: str) -> int:
+    """Rank 1 is late while the folder cannot be written to any more."""
+    ddp = DDP(mlp(4))
+    train(ddp, 2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        moved = Path(folder).with_name("moved")
+        os.rename(folder, moved)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        threading.Event().wait(2.0)
+    train(ddp, 3)
+    return ddp.stats().steps
+
+
+def test_a_folder_that_is_gone_costs_the_report_not_the_training(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    env = {"PACELINE_RUN_DIR": str(folder), "PACELINE_STALL_AFTER": "0.5"}
+    assert run_ranks(2, stalls, str(folder), env=env) == [5, 5]
+    assert not list(tmp_path.glob("*/stall-*.txt"))
+
+
+def full_disk(folder: str) -> dict[str, Any]:
+    """From some step on no file can be written; then rank 1 is late."""
+    ddp = DDP(mlp(4))
+    train(ddp, 5)
+    dist.barrier()
+    said: list[str] = []
+    watchdog_module._print = said.append
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module in (account_module, claims_module, views_module, watchdog_module):
+        for name in ("write_text", "write_json"):
+            if hasattr(module, name):
+                setattr(module, name, fail)
+    dist.barrier()
+    before = stall_files(folder)  # a busy machine may have stalled already
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    train(ddp, 3)
+    return {"steps": ddp.stats().steps, "said": said, "before": before}
+
+
+def stall_files(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).glob("stall-*.txt"))
+
+
+def test_a_full_disk_costs_the_file_not_the_report_nor_the_training(tmp_path: Path) -> None:
+    env = {"PACELINE_RUN_DIR": str(tmp_path), "PACELINE_STALL_AFTER": "0.5"}
+    found = run_ranks(2, full_disk, str(tmp_path), env=env)
+    assert [each["steps"] for each in found] == [8, 8]
+    assert stall_files(str(tmp_path)) == found[0]["before"]
+    told = [t for each in found for t in each["said"] if re.search(r"Stall \d+: Rank 1", t)]
+    assert told, found
+    assert "between two steps" in told[0]
+    assert "holds the GIL" not in told[0], "nobody was asked"
+
+
+def learned(kind: str, folder: str) -> bool:
+    """With learned budgets of another size: is a rank that is late in this way reported?"""
+    limits = {WaitKind.IN_STEP: 0.5, WaitKind.BETWEEN_STEPS: 1e6, WaitKind.FIRST_TIME: 1e6}
+    Budget.limit_s = lambda _, kind: limits[kind]  # type: ignore[method-assign]
+    model = mlp(4)
+    if kind == "forward":
+        model[0].register_forward_pre_hook(lambda *_: late(kind))
+    ddp = DDP(model)
+    train(ddp, 5)
+    late.at = 1  # type: ignore[attr-defined]
+    if kind == "input":
+        late(kind)
+    train(ddp, 3)
+    return Path(folder, "stall-1.txt").exists()
+
+
+def late(_: str) -> None:
+    if getattr(late, "at", 0) and dist.get_rank() == 1:
+        late.at = 0  # type: ignore[attr-defined]
+        time.sleep(4.0)
+
+
+@pytest.mark.parametrize("kind", ["forward", "input"])
+def test_patience_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    found = run_ranks(2, learned, kind, folder, env={"PACELINE_RUN_DIR": folder})
+    assert found == [kind == "forward"] * 2
+
+
+def clean(steps: int) -> int:
+    ddp = DDP(mlp(4))
+    train(ddp, steps)
+    return ddp.stats().steps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_false_alarm_on_a_busy_machine(tmp_path: Path) -> None:
+    """10,000 clean steps beside twice as many busy processes as there are cores."""
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * multiprocessing.cpu_count())
+    ]
+    try:
+        env = {"PACELINE_RUN_DIR": str(tmp_path)}
+        assert run_ranks(3, clean, 10_000, env=env, timeout_s=800) == [10_000] * 3
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
+    assert not list(tmp_path.glob("stall-*"))
+    assert not (tmp_path / "ask").exists()

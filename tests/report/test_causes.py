@@ -1,0 +1,127 @@
+"""The likely cause of a delay, from what the kernel counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.observe.records import Note
+from paceline.report.analysis import Suspect, analyse
+from paceline.report.causes import Cause
+from paceline.report.phases import Phase
+from paceline.report.run_delay import spread_run_delays
+from paceline.report.wording import headline, warnings
+from tests.report.histories import MS, Delay, Job, make_run
+
+NO_CORE = Delay(2, Phase.BACKWARD, 50.0, run_delay=0.9)
+
+
+def suspect(job: Job) -> Suspect:
+    found = analyse(make_run(job)).analysis.culprit
+    assert found is not None
+    assert found.straggler.rank == 2
+    return found
+
+
+@pytest.mark.parametrize(
+    ("job", "cause", "words"),
+    [
+        (Job(delays=(NO_CORE,)), Cause.NO_CORE, "wait for a core"),
+        (Job(delays=(NO_CORE,), threads=4), Cause.TOO_MANY_THREADS, "16 threads on 8 cores"),
+        (
+            Job(delays=(NO_CORE,), notes=((2, Note(1, "throttled", "cpu.max")),)),
+            Cause.THROTTLED,
+            "CPU quota",
+        ),
+        (
+            Job(delays=(Delay(2, Phase.FORWARD, 50.0, faults=800),)),
+            Cause.PAGING,
+            "pages come from disk",
+        ),
+        (Job(delays=(Delay(2, Phase.INPUT, 50.0),)), Cause.DATA_LOADER, "waits for its data"),
+        (Job(delays=(Delay(2, Phase.INPUT, 50.0, cpu=1.0),)), Cause.DATA_LOADER, "num_workers"),
+        (Job(delays=(Delay(2, Phase.FORWARD, 50.0, cpu=0.95),)), Cause.MORE_WORK, "computes more"),
+        (Job(delays=(Delay(2, Phase.BACKWARD, 50.0),)), Cause.BLOCKED, "it sleeps"),
+        (Job(delays=(Delay(2, Phase.OPTIMIZER, 50.0, run_delay=1.0),)), Cause.NO_CORE, "core"),
+        (Job(delays=(Delay(2, Phase.LOSS, 50.0),), has_counts=False), Cause.UNKNOWN, "not known"),
+    ],
+    ids=lambda value: value.value if isinstance(value, Cause) else "",
+)
+def test_causes(job: Job, cause: Cause, words: str) -> None:
+    found = suspect(job)
+    assert found.diagnosis.cause is cause
+    assert words in found.diagnosis.text
+    assert found.diagnosis.evidence
+
+
+def test_one_off_in_the_optimizer() -> None:
+    """The counters of an optimizer are in the record of the step before the one that waits."""
+    delay = Delay(2, Phase.OPTIMIZER, 9000.0, steps=lambda step: step == 20, run_delay=1.0)
+    found = suspect(Job(delays=(delay,)))
+    assert found.diagnosis.cause is Cause.NO_CORE
+    assert found.straggler.from_step == 21
+
+
+def test_counters_that_are_read_now_and_then() -> None:
+    """All ranks wait for cores alike; what the kernel counted arrives in some steps only."""
+    run = make_run(Job(steps=300, delays=(Delay(2, Phase.BACKWARD, 50.0),)))
+    histories = []
+    for history in run.histories:
+        every = (5, 40, 90, 7)[history.info.rank]
+        steps = tuple(
+            replace(record, run_delay_ns=(record.step % every == 0) * every * 20 * MS)
+            for record in history.steps
+        )
+        first = replace(steps[0], run_delay_ns=9000 * MS)  # from before training
+        steps = (first, *steps[1:])
+        histories.append(replace(history, steps=steps))
+    found = analyse(replace(run, histories=tuple(histories))).analysis.culprit
+    assert found is not None
+    assert found.diagnosis.cause is Cause.BLOCKED
+
+
+def test_a_count_is_divided_by_the_length_of_steps() -> None:
+    records = make_run(Job(steps=4)).histories[0].steps
+    counted = [replace(records[0]), *records[1:3], replace(records[3], run_delay_ns=30 * MS)]
+    found = [record.run_delay_ns for record in spread_run_delays(counted, 1)]
+    assert sum(found) == pytest.approx(30 * MS, abs=4)
+    assert found[1] / found[3] == pytest.approx(counted[1].duration_ns / counted[3].duration_ns)
+    # More than all threads all the time is not from these steps.
+    too_much = [replace(records[0], run_delay_ns=10**12)]
+    assert spread_run_delays(too_much, 2)[0].run_delay_ns == 2 * records[0].duration_ns
+
+
+def test_more_ranks_than_cores() -> None:
+    found = analyse(make_run(Job(delays=(NO_CORE,), cores=2))).analysis
+    assert found.culprit is not None
+    assert "4 threads on 2 cores; use fewer ranks" in found.culprit.diagnosis.text
+    assert any("they take turns; use fewer ranks" in text for text in warnings(found))
+
+
+def test_more_samples() -> None:
+    run = make_run(Job(delays=(Delay(2, Phase.FORWARD, 50.0, cpu=1.0),)))
+    slow = run.histories[2]
+    steps = tuple(replace(record, samples=64) for record in slow.steps)
+    histories = tuple(
+        replace(history, steps=steps) if history is slow else history for history in run.histories
+    )
+    found = analyse(replace(run, histories=histories)).analysis.culprit
+    assert found is not None
+    assert found.diagnosis.text == "it has 2 times the samples of the others"
+
+
+def test_headline() -> None:
+    job = Job(delays=(NO_CORE,))
+    expected = 50 / (8.1 + 4 + 20 + 1 + 90 + 2)
+    assert headline(analyse(make_run(job)).analysis) == (
+        f"Rank 2 costs the others {100 * expected:.0f} % of their time, in backward; "
+        "its threads wait for a core."
+    )
+    assert headline(analyse(make_run(Job())).analysis).startswith("Nobody holds the others up")
+    noisy = analyse(make_run(Job(steps=300, jitter=0.6))).analysis
+    assert "no rank in particular" in headline(noisy)
+    slow_link = Job(reduce_ms=(1.0, 5.0, 5.0, 60.0))
+    assert "communication that backward does not hide" in headline(
+        analyse(make_run(slow_link)).analysis
+    )

@@ -1,0 +1,86 @@
+"""What the tests of elastic jobs with shards train; ranks die, join and leave at given steps.
+
+Run as an elastic job. ``argv[1]`` is a directory: each rank that ends well writes
+``done-<member>`` there, with a hash of its whole state. ``argv[2]`` is JSON: how many steps, and
+the faults. Each fault fires once in the job, at a point of a step, in the rank with that number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from paceline import elastic
+from tests.shards import alone
+from tests.shards.trainings import run_shard
+
+OUT = Path(sys.argv[1])
+PLAN: dict[str, Any] = json.loads(sys.argv[2])
+STEPS: int = PLAN["steps"]
+MEMBER = os.environ.get("PACELINE_ELASTIC_MEMBER", "0")
+
+
+def fault(point: str, step: int) -> None:
+    """Fire what is planned for this moment, once in the whole job."""
+    for number, (where, when, rank) in enumerate(PLAN.get("faults", ())):
+        if point == where and step >= when and dist.get_rank() == rank:
+            try:
+                (OUT / f"fired-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+training = alone.Training(PLAN.get("case", "cnn with dropout"))
+ddp, loader, case = training.ddp, training.loader, training.case
+state = elastic.State(
+    model=ddp,
+    loader=loader,
+    step=0,
+    epoch=0,
+    **{f"optimizer{number}": each for number, each in enumerate(training.optimizers)},
+    **{f"scheduler{number}": each for number, each in enumerate(training.schedulers)},
+)
+
+
+@elastic.run
+def train(state: elastic.State) -> None:
+    while state.step < STEPS:
+        loader.set_epoch(state.epoch)
+        for number, batch in enumerate(loader, 1):
+            owned = ddp.shard_shares.owned
+            for shard, (x, y) in zip(owned, ddp.shards(batch), strict=True):
+                fault("last shard" if shard == owned[-1] else "shard", state.step)
+                run_shard(case, ddp, shard, x, y)
+            if number % case.accumulate:
+                continue
+            fault("between", state.step)
+            training.update()
+            state.step += 1
+            if state.step % training.steps_in_epoch == 0:
+                state.epoch += 1
+            state.commit()
+            time.sleep(PLAN.get("pause_s", 0.0))
+            if state.step >= STEPS:
+                return
+
+
+train(state)
+result = {
+    "digest": training.digest(),
+    "step": state.step,
+    "round": ddp.shard_round,
+    "world": dist.get_world_size(),
+}
+(OUT / f"done-{MEMBER}").write_text(json.dumps(result))

@@ -1,0 +1,16 @@
+"""What trainings on one rank end with: what all others are compared with, computed once."""
+
+from __future__ import annotations
+
+import functools
+
+from paceline.testing import run_ranks
+from tests.shards.trainings import train_all
+
+FOUR_MODELS = ("mlp", "cnn", "transformer", "embedding")
+
+
+@functools.cache
+def on_one_rank(names: tuple[str, ...], steps: int) -> list[str]:
+    """Return the digest of each training."""
+    return list(run_ranks(1, train_all, list(names), steps, ["c10d"], timeout_s=900)[0].values())

@@ -1,0 +1,98 @@
+"""Ranks die, join and leave, and the training ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.scale import ask
+from paceline.testing import run_ranks
+from tests.elastic import jobs
+from tests.shards import alone
+
+STEPS = 24
+Fault = tuple[str, int, int]
+"""At which point, from which step on, which rank is killed."""
+
+
+@functools.cache
+def undisturbed(steps: int, name: str) -> str:
+    """The digest of a training on one rank, without any of this."""
+    return run_ranks(1, alone.train, name, steps, timeout_s=600)[0]
+
+
+@pytest.fixture(autouse=True)
+def _script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "SCRIPT", Path(__file__).parent / "elastic_script.py")
+
+
+def check(
+    ended: jobs.Ended, *, faults: int, steps: int = STEPS, name: str = "cnn with dropout"
+) -> None:
+    assert ended.code == 0, ended.logs()
+    assert ended.fired() == faults, ended.logs()
+    assert {each["digest"] for each in ended.results()} == {undisturbed(steps, name)}, ended.logs()
+    rounds = steps * alone.ELASTIC[name].accumulate
+    assert {each["round"] for each in ended.results()} == {rounds}
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [("shard", 4, 1), ("between", 12, 0)],
+        pytest.param([("last shard", 4, 2), ("shard", 9, 0)], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_ranks(tmp_path: Path, faults: Sequence[Fault]) -> None:
+    """The survivors go on with fewer ranks, then with a replacement."""
+    ended = jobs.run_job(tmp_path, steps=STEPS, options={"faults": faults}, pause_s=0.1)
+    check(ended, faults=len(faults))
+    assert len(ended.events()) > 1
+
+
+def scaler(first: int, targets: list[int]) -> Callable[[jobs.JobOnSharedServer], None]:
+    """Ask for other numbers of ranks, one after the other, as soon as the last is there."""
+    wanted = [first]
+
+    def scale(job: jobs.JobOnSharedServer) -> None:
+        found = job._folder.membership
+        lines = found.read_text().splitlines() if found.exists() else []
+        if targets and lines and json.loads(lines[-1])["world"] == wanted[-1]:
+            wanted.append(targets.pop(0))
+            # In a thread: the launcher's own has to pass the question on.
+            threading.Thread(target=ask, args=(job._folder, wanted[-1]), daemon=True).start()
+
+    return scale
+
+
+def test_resizes(tmp_path: Path) -> None:
+    ended = jobs.run_job(tmp_path, ranks=2, steps=40, pause_s=0.3, on_wait=scaler(2, [4, 3]))
+    check(ended, faults=0, steps=40)
+    worlds = [event["world"] for event in ended.events()]
+    assert worlds[0] == 2, worlds
+    assert worlds[-2:] == [4, 3], worlds  # perhaps 3 in between: those that join need not meet
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "embedding"])
+def test_a_thousand_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Killed twice, with replacements, and resized twice meanwhile."""
+    monkeypatch.setattr(jobs, "DEADLINE_S", 800.0)
+    faults = [("shard", 300, 1), ("between", 600, 0)]
+    ended = jobs.run_job(
+        tmp_path,
+        ranks=2,
+        steps=1000,
+        options={"faults": faults, "case": name},
+        on_wait=scaler(2, [4, 3]),
+    )
+    check(ended, faults=2, steps=1000, name=name)
+    worlds = [event["world"] for event in ended.events()]
+    assert {2, 3, 4} <= set(worlds), worlds
+    assert worlds[-1] == 3

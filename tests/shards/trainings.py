@@ -1,0 +1,245 @@
+"""Trainings over shards whose every bit is compared: what a rank runs in the tests of this room."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import paceline
+from paceline import DistributedDataParallel as DDP
+
+SHARDS = 8
+MICRO = 3
+
+
+class Small(nn.Module):
+    """A CNN with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.out = nn.Linear(4 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.conv(x.view(-1, 1, 4, 4))))
+        return self.out(y.flatten(1))
+
+
+class Words(nn.Module):
+    """Embeddings with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(50, 6, mode="mean", sparse=True)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table((x.abs() * 7).long() % 50))
+
+
+class Transformer(nn.Module):
+    """One encoder layer, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2, batch_first=True)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x.view(-1, 2, 8)).mean(1))
+
+
+class Gated(nn.Module):
+    """Two branches, of which the inputs choose one; randomness of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(16, 5) for _ in range(3))
+        self.common = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
+        choice = int(x[0, 0] > 0) if float(x[0, 1]) < 0.5 else 2
+        return self.common(x) * noise + self.branches[choice](x)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Dropout(0.3), nn.Linear(20, 5))
+
+
+Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
+def sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+
+
+def adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+
+
+def sparse_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    assert isinstance(model, Words)
+    return [
+        torch.optim.SparseAdam(model.table.parameters(), lr=1e-2),
+        torch.optim.SGD(model.out.parameters(), lr=0.05),
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Attributes:
+        make: The model.
+        optimizers: Of it.
+        ddp: Arguments of the wrapper.
+        accumulate: Rounds for each step.
+        decays: The learning rate changes.
+        is_weighted: Shards have weights, one of them zero.
+        clips: With ``paceline.clip_grad_norm_``.
+        breaks: In this step a sample is NaN.
+        shards: How many.
+        hook: Registered on the wrapper.
+    """
+
+    make: Callable[[], nn.Module]
+    optimizers: Optimizers = sgd
+    ddp: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    decays: bool = False
+    is_weighted: bool = False
+    clips: bool = False
+    breaks: int = -1
+    shards: int = SHARDS
+    hook: str = ""
+
+
+CASES = {
+    "mlp": Case(mlp, sgd, {"bucket_cap_mb": 0.0005}, accumulate=2),
+    "cnn": Case(Small, adamw, decays=True),
+    "transformer": Case(Transformer, adamw, {"bucket_cap_mb": 0.001}, clips=True),
+    "embedding": Case(Words, sparse_adam, accumulate=2),
+    "unused": Case(Gated, sgd, {"find_unused_parameters": True}, decays=True),
+    "weighted": Case(mlp, adamw, is_weighted=True),
+    "weighted embedding": Case(Words, sgd, is_weighted=True),
+    "skipped": Case(mlp, sgd, {"nonfinite": "skip"}, breaks=2),
+    "copies": Case(mlp, sgd, {"gradient_as_bucket_view": False}, accumulate=2),
+    "torch's views": Case(mlp, sgd, {"gradient_as_bucket_view": True}, accumulate=3),
+    "no power of two": Case(Small, adamw, shards=11),
+    "bf16": Case(mlp, sgd, {"bucket_cap_mb": 0.0005}, hook="bf16_compress_hook"),
+    "fp16": Case(mlp, sgd, is_weighted=True, hook="fp16_compress_hook"),
+}
+
+
+class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Samples with augmentation that draws from all three sources of randomness."""
+
+    def __init__(self, size: int, broken: int = -1) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(size, 16, generator=generator)
+        self.y = torch.randn(size, 5, generator=generator)
+        if broken >= 0:
+            self.x[broken] = torch.nan
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = 0.01 * (random.random() + float(np.random.rand()))
+        return self.x[index] + noise * torch.randn(16), self.y[index]
+
+
+def digest(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> str:
+    """SHA-256 of parameters, buffers and optimizer states."""
+    sha = hashlib.sha256()
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers:
+        for state in optimizer.state_dict()["state"].values():
+            tensors += [state[name] for name in sorted(state)]
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            tensor = tensor.to_dense() if tensor.is_sparse else tensor
+            sha.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            sha.update(repr(tensor).encode())
+    return sha.hexdigest()
+
+
+def train(case: Case, steps: int, *, transport: str = "auto", **loading: Any) -> str:
+    """Train on this rank; return the digest of what it ends with."""
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.manual_seed(dist.get_rank())  # a rank's own stream must not matter
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = case.make()
+    ddp = DDP(model, shards=case.shards, transport=transport, **case.ddp)
+    if case.hook:
+        ddp.register_comm_hook(None, getattr(paceline.hooks, case.hook))
+    optimizers = case.optimizers(model)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.9) for each in optimizers]
+    data = Data(case.shards * MICRO * 4, broken=5 if case.breaks >= 0 else -1)
+    loader = paceline.ShardLoader(data, ddp, MICRO, seed=4, **loading)
+    done = epoch = 0
+    while done < steps * case.accumulate:
+        loader.set_epoch(epoch)
+        for batch in loader:
+            run_round(case, ddp, batch)
+            done += 1
+            if done % case.accumulate:
+                continue
+            if case.clips:
+                paceline.clip_grad_norm_(model.parameters(), 0.5)
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                if case.decays:
+                    schedule.step()
+            if done >= steps * case.accumulate:
+                break
+        epoch += 1
+    assert ddp.shard_round == done
+    if case.breaks >= 0:
+        assert ddp.skipped_steps > 0
+    return digest(model, optimizers)
+
+
+def run_round(case: Case, ddp: Any, batch: Any) -> None:
+    for shard, (x, y) in zip(ddp.shard_shares.owned, ddp.shards(batch), strict=True):
+        run_shard(case, ddp, shard, x, y)
+
+
+def run_shard(case: Case, ddp: Any, shard: int, x: Tensor, y: Tensor) -> None:
+    with ddp.weighted(shard % 3) if case.is_weighted else contextlib.nullcontext():
+        F.mse_loss(ddp(x), y).backward()
+
+
+def train_all(names: list[str], steps: int, transports: list[str]) -> dict[str, str]:
+    """Train all cases, one after the other, over all transports."""
+    return {
+        f"{name} over {transport}": train(CASES[name], steps, transport=transport)
+        for name in names
+        for transport in transports
+    }
+
+
+def train_with_workers(name: str, steps: int) -> list[str]:
+    """Train a case with workers that load, of several kinds."""
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more than there are cores
+    kinds: list[dict[str, Any]] = [
+        {"num_workers": 1},
+        {"num_workers": 3, "prefetch_factor": 4, "persistent_workers": True},
+    ]
+    return [train(CASES[name], steps, **loading) for loading in kinds]
