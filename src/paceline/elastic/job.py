@@ -349,10 +349,10 @@ class ElasticJob(Job):
     def _wait_for_hosts(self, ended: HostEnded) -> None:
         """They are not waited for here: see :meth:`_is_over`."""
 
-    def _close(self, before: set[int]) -> None:
+    def _close(self) -> None:
         self._folder.coordinator.unlink(missing_ok=True)
         for each in (self._agent, self._keeper, self._stores):
             if each is not None:
                 each.close()
         self._agent = None
-        super()._close(before)
+        super()._close()

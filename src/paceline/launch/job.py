@@ -25,7 +25,7 @@ from paceline.launch.environment import job_environ, places, rank_environ
 from paceline.launch.exits import exit_summary
 from paceline.launch.failure import Failure, find_failure
 from paceline.launch.fork_server import TORCH, ForkServer
-from paceline.launch.kernel import adopt_orphans, descendants, end_adopted
+from paceline.launch.kernel import orphans_ended
 from paceline.launch.local_ranks import LocalRank, error_file, rank_streams
 from paceline.launch.memory_events import oom_kills
 from paceline.launch.output import LogFile, RankStream
@@ -95,15 +95,13 @@ class Job:
         """
         ranks, run_dir = self._plan.hosts.local_world, str(self._folder.path.absolute())
         self._environ = job_environ(ranks, run_dir, self._plan.options)
-        before = descendants(os.getpid())
-        adopt_orphans()  # if the fork server is killed: it does that else
         with (
             self._signals_heard(),
+            orphans_ended(),  # if the fork server is killed: it does that else
             self._fork_server() as self._server,
             contextlib.ExitStack() as stack,
         ):
-            stack.callback(adopt_orphans, False)
-            stack.callback(self._close, before)
+            stack.callback(self._close)
             self._start_store()
             while not self._is_over():
                 self._wait_once()
@@ -327,9 +325,7 @@ class Job:
     def _warn(self, text: str) -> None:
         self._screen.say(f"paceline run: {text}\n")
 
-    def _close(self, before: set[int]) -> None:
-        if not self._server.is_alive():
-            end_adopted(before)
+    def _close(self) -> None:
         for rank in self._ranks:
             rank.close()
         if self._store is not None:

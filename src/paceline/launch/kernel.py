@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36  # <linux/prctl.h>
 _END_S = 5.0
@@ -30,17 +32,30 @@ def adopt_orphans(wanted: bool = True) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
-def end_adopted(before: set[int]) -> None:
-    """Kill what this process has adopted, so all of its descendants but those of ``before``."""
+@contextlib.contextmanager
+def orphans_ended() -> Iterator[None]:
+    """Adopt orphans in the block; at its end, kill all descendants that were not there before."""
+    before = descendants(os.getpid())
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        _end_all_but(before)
+        adopt_orphans(False)
+
+
+def _end_all_but(spared: set[int]) -> None:
+    killed: set[int] = set()
     until_s = time.monotonic() + _END_S
-    while (left := descendants(os.getpid()) - before) and time.monotonic() < until_s:
+    while (left := descendants(os.getpid()) - spared) and time.monotonic() < until_s:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        killed |= left
         time.sleep(0.005)
+    for pid in killed:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def set_process_name(name: str) -> None:
@@ -58,26 +73,38 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def descendants(root: int, session: int | None = None) -> set[int]:
-    """The children of a process, their children, and so on; or those of one session only."""
+    """The children of a process, their children, and so on; or those of one session only.
+
+    Zombies are not among them, but their children are: the first thread of a killed process may be
+    a zombie while others still end, and until then nobody has adopted its children.
+    """
     processes = _processes()
     found: set[int] = set()
     newest = {root}
     while newest:
-        newest = {pid for pid, (parent, _) in processes.items() if parent in newest} - found
+        newest = {pid for pid, each in processes.items() if each.parent in newest} - found
         found |= newest
-    return {pid for pid in found if session in (None, processes[pid][1])}
+    return {
+        pid
+        for pid in found
+        if not processes[pid].is_zombie and session in (None, processes[pid].session)
+    }
 
 
-def _processes() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process that is no zombie."""
+class _Process(NamedTuple):
+    parent: int
+    session: int
+    is_zombie: bool
+
+
+def _processes() -> dict[int, _Process]:
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent, _, session = path.read_text().rpartition(")")[2].split()[:4]
         except (OSError, ValueError):  # it ended meanwhile
             continue
-        if state != "Z":
-            found[int(path.parent.name)] = (int(parent), int(session))
+        found[int(path.parent.name)] = _Process(int(parent), int(session), state == "Z")
     return found
 
 
