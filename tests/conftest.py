@@ -19,6 +19,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from paceline.launch import fork_server
@@ -48,6 +49,17 @@ LINUX = Path("/proc/self/fd").is_dir()
 # interrupt a program would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# An example takes as long as a busy machine needs, and `make test` has the same examples each time.
+# To look for others: make unit ARGS="--hypothesis-profile=random".
+hypothesis.settings.register_profile(
+    "random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile(
+    "repeatable", hypothesis.settings.get_profile("random"), derandomize=True
+)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

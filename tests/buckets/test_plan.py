@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.buckets import BucketCaps, BucketPlan, ParameterSpec, plan_buckets
@@ -44,7 +44,6 @@ caps_strategy = st.lists(st.integers(1, 400), min_size=1, max_size=3)
 
 
 @given(parameter_specs(), caps_strategy, st.booleans())
-@settings(derandomize=True, deadline=None)
 def test_every_parameter_has_one_place(
     specs: list[ParameterSpec], caps: list[int], by_arrival: bool
 ) -> None:
@@ -64,7 +63,6 @@ def test_every_parameter_has_one_place(
 
 
 @given(parameter_specs(), caps_strategy)
-@settings(derandomize=True, deadline=None)
 def test_a_bucket_is_closed_as_soon_as_its_cap_is_reached(
     specs: list[ParameterSpec], caps: list[int]
 ) -> None:
@@ -82,7 +80,6 @@ def test_a_bucket_is_closed_as_soon_as_its_cap_is_reached(
 
 
 @given(parameter_specs(), caps_strategy)
-@settings(derandomize=True, deadline=None)
 def test_the_same_groups_as_torch(specs: list[ParameterSpec], caps: list[int]) -> None:
     tensors = [torch.empty(member.shape, dtype=member.dtype) for member in specs]
     sparse = [member.sparse for member in specs]
@@ -92,7 +89,6 @@ def test_the_same_groups_as_torch(specs: list[ParameterSpec], caps: list[int]) -
 
 
 @given(parameter_specs(), caps_strategy, st.randoms(use_true_random=False))
-@settings(derandomize=True, deadline=None)
 def test_the_same_groups_as_torch_in_an_order_of_arrival(
     specs: list[ParameterSpec], caps: list[int], random: object
 ) -> None:
@@ -107,7 +103,6 @@ def test_the_same_groups_as_torch_in_an_order_of_arrival(
 
 
 @given(parameter_specs(), caps_strategy)
-@settings(derandomize=True, deadline=None)
 def test_buckets_start_in_the_order_in_which_they_fill(
     specs: list[ParameterSpec], caps: list[int]
 ) -> None:
@@ -120,7 +115,6 @@ def test_buckets_start_in_the_order_in_which_they_fill(
 
 
 @given(parameter_specs(), caps_strategy)
-@settings(derandomize=True, deadline=None)
 def test_digest(specs: list[ParameterSpec], caps: list[int]) -> None:
     plan = plan_buckets(specs, caps, by_arrival=True)
     assert plan.digest == plan_buckets(list(specs), tuple(caps), by_arrival=True).digest

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 import paceline
 from paceline.containers import tensors_in
 
-SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=40)
 WIDTH = 4
 
 

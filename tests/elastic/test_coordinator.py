@@ -159,6 +159,7 @@ class NoLauncher:
 
     def __init__(self) -> None:
         self.forked: list[int] = []
+        self.epochs: list[int] = []
         self.killed: dict[int, str] = {}
         self.door = 0
 
@@ -173,7 +174,8 @@ class NoLauncher:
     def pid_of(self, member: int) -> int:
         return 0
 
-    def on_epoch(self, event: dict[str, Any]) -> None: ...
+    def on_epoch(self, event: dict[str, Any]) -> None:
+        self.epochs.append(event["epoch"])
 
     def on_store(self, door: int) -> None:
         self.door = door
@@ -230,6 +232,16 @@ def test_a_new_coordinator_hears_all_and_a_refusal_is_worth_a_lease(tmp_path: Pa
             )
         finally:
             second.close()
+    finally:
+        mine.close()
+
+
+def test_an_epoch_that_two_coordinators_tell_is_shown_once() -> None:
+    mine = RunningAgent(("127.0.0.1", free_port()))
+    try:
+        for epoch in (0, 0, 2, 1, 2, 3):
+            mine.agent.on_order({"kind": "epoch", "event": {"epoch": epoch}})
+        assert mine.launcher.epochs == [0, 2, 3]
     finally:
         mine.close()
 

@@ -140,7 +140,7 @@ def happen(job: Job, what: str, number: int, ranks: int) -> None:
         getattr(job, what)(members[number % len(members)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 2), st.sampled_from([0.0, 5.0]), st.integers(0, 1), EVENTS)
 def test_no_committed_step_is_lost(
     ranks: int, hold_s: float, spares: int, events: list[tuple[str, int]]

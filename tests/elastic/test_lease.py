@@ -121,7 +121,7 @@ def happen(world: World, what: str, number: int) -> None:
         getattr(world, what)()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.sampled_from([0.999, 1.0, 1.001]), EVENTS)
 def test_two_parts_never_both_go_on(rate: float, events: list[tuple[str, int]]) -> None:
     world = World(rate)

@@ -21,7 +21,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.integers(1, 5), st.sampled_from([0.0, 5.0]), st.integers(0, 2), EVENTS)
 def test_no_committed_step_is_lost(
     ranks: int, hold_s: float, spares: int, events: list[tuple[str, int]]

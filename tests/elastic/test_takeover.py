@@ -67,7 +67,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 4), st.integers(0, 1), EVENTS)
 def test_no_committed_step_is_lost(ranks: int, spares: int, events: list[tuple[str, int]]) -> None:
     job = Job(Membership(ElasticPolicy(ranks, early_deaths=1000, spares=spares)))

@@ -34,7 +34,8 @@ from tests.observe import sample_records as sample
 from tests.observe.sample_records import INFO, make_step
 
 FEW = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SMALL = layout.MIN_BYTES
 

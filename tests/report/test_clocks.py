@@ -20,7 +20,7 @@ def test_one_host_needs_no_alignment() -> None:
     assert (clock.windows, clock.uncertainty_ns, clock.bound_ns) == ((), 0, 0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(-1e6, 1e6), st.floats(-100, 100), st.integers(0, 9))
 def test_the_offset_is_within_its_bounds(ahead_ms: float, drift_ppm: float, seed: int) -> None:
     job = Job(

@@ -186,7 +186,7 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(jobs)
 def test_all_that_is_lost_is_blamed_once(job: Job) -> None:
     measured = analyse(make_run(job))
@@ -203,7 +203,7 @@ def test_all_that_is_lost_is_blamed_once(job: Job) -> None:
             assert sum(each.own_ns.values()) + each.lost_ns + each.exposed_ns == whole
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(jobs, st.permutations(range(3)))
 def test_ranks_have_no_privileges(job: Job, order: list[int]) -> None:
     """The same job with other rank numbers has the same result, with other rank numbers."""

@@ -41,7 +41,7 @@ def own(
 
 
 @pytest.mark.parametrize("core", [None, native], ids=["python", "native"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_group_has_the_bits_of_its_tables(core: Any, data: st.DataObject) -> None:
     draw = data.draw

@@ -82,7 +82,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(actions)
 def test_every_push_once_and_every_lookup_sees_the_pushes_before_it(
     steps: list[str | tuple[int, int, bool]],

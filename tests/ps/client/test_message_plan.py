@@ -61,7 +61,7 @@ def assert_bags(plan: NativePlan, inputs: list[FlatBags]) -> None:
 
 
 @needs_core
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.sampled_from(SHARDINGS), st.integers(1, 5), st.integers(1, 4))
 def test_native_and_numpy_plan_alike(
     data: st.DataObject, sharding: str, servers: int, tables: int

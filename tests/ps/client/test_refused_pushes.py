@@ -282,7 +282,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(actions)
 def test_every_refusal_is_told_once(steps: list[str | tuple[int, int, bool]]) -> None:
     """Whatever is lost: after a last HELLO, as many were told as were refused."""

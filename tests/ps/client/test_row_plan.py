@@ -20,7 +20,7 @@ def layout(sharding: Sharding, servers: int, tables: int = 3) -> Layout:
     return Layout(names, ROWS[:tables], sharding, servers, homes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(list(Sharding)), st.integers(1, 5), st.tuples(*ids_of), st.integers(1, 3))
 def test_each_id_once_on_its_server_and_found_again(
     sharding: Sharding, servers: int, lists: tuple[list[int], ...], tables: int

@@ -67,7 +67,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(
     max_examples=120,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(cases())

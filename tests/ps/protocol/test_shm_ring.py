@@ -57,7 +57,7 @@ def ends() -> Iterator[Ends]:
 FRAMES = st.lists(st.integers(0, CAPACITY // 4), min_size=1, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.one_of(FRAMES, st.none(), st.just("mark")), max_size=80))
 def test_it_is_a_queue(steps: list[Any]) -> None:
     """None takes one out; what comes out went in, in order; an empty ring takes what is allowed."""
@@ -158,7 +158,7 @@ WORDS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.tuples(st.integers(0, 700), WORDS), min_size=1, max_size=6),
     st.lists(FRAMES, max_size=6),

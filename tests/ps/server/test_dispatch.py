@@ -289,7 +289,7 @@ def data_messages(draw: st.DrawFn) -> tuple[Kind, list[Section], list[int], byte
     return kind, shares, integers, values
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(data_messages())
 def test_any_data_message_is_done_or_refused(
     message: tuple[Kind, list[Section], list[int], bytes],
@@ -314,7 +314,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from([Kind.HELLO, Kind.ATTACH, Kind.STATS, Kind.SAVE, Kind.LOAD, Kind.WELCOME]),
     st.dictionaries(

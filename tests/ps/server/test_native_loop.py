@@ -63,7 +63,7 @@ def ring() -> Iterator[RingServer]:
     made.ends.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_it_answers_as_python_does(drawn: list[Step]) -> None:
     ring, python = RingServer(), BareServer(None)

@@ -59,7 +59,7 @@ optimizers = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(optimizers, st.integers(1, 200), st.integers(1, 40))
 def test_every_setting_has_torch_s_bits(optimizer: Optimizer, dim: int, rows: int) -> None:
     rounding = rounding_of(TableSpec("t", 1, 1, optimizer=optimizer))

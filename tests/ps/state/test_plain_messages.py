@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_both_ways_are_the_same(drawn: list[Step]) -> None:
     servers = [BareServer(extension.native), BareServer(None)]

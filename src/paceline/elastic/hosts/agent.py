@@ -106,6 +106,7 @@ class Agent:
         self._launcher = launcher
         self._known = HostReport()
         self._told_listens: list[str] = []
+        self._shown_epoch = -1
         self._mailbox = Mailbox(selector)
         self._ranks = RankPipes(
             self.directory,
@@ -270,14 +271,20 @@ class Agent:
     def _hear_of_job(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "epoch":
-            self._launcher.on_epoch(dict(message["event"]))
-            self.on_beat()  # ranks have connected just now
+            self._show_epoch(dict(message["event"]))
         elif kind == "scaled":
             self._known.scaled_to = int(message["ranks"])
         elif kind == "outcome" and self.outcome is None:
             self.outcome = self._known.outcome = str(message["why"])
         elif kind == "over":
             self.is_over = True
+
+    def _show_epoch(self, event: dict[str, Any]) -> None:
+        if int(event["epoch"]) <= self._shown_epoch:
+            return  # a coordinator died before it said that it had heard of it: two have told it
+        self._shown_epoch = int(event["epoch"])
+        self._launcher.on_epoch(event)
+        self.on_beat()  # ranks have connected just now
 
     def _fork(self, order: dict[str, Any]) -> None:
         member, is_first = int(order["member"]), bool(order["is_first"])
