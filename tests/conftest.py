@@ -63,9 +63,9 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the attacks to ``make test-all``."""
+    """Leave to ``make test-all`` the attacks, and what wants the machine for itself."""
     for item in items:
-        if ATTACKS in item.path.parents:
+        if ATTACKS in item.path.parents or item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.torch_hangs import VICTIM, observed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 def outcomes(wrapper: str, fault: str, timeout_s: float) -> list[str]:

@@ -21,7 +21,7 @@ from tests.cli.launched import environ, finish, start
 from tests.elastic.jobs import SCRIPT, Ended, check
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason())

@@ -159,7 +159,7 @@ def test_quick_ones_on_forked_ranks(fault: Fault, tmp_path: Path) -> None:
     check(fault, run_fault(fault.name, tmp_path, forked=True))
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
 def test_rank_and_phase_are_named_on_every_survivor(fault: Fault, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_rank_and_phase_are_named_on_every_survivor(fault: Fault, tmp_path: Path
     assert all(late < REPORT_WITHIN_S for late in late_s)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_a_stall_that_ends_is_said_to_be_over(tmp_path: Path) -> None:
     seen = run_fault("forward", tmp_path, forked=True)

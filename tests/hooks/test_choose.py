@@ -26,7 +26,7 @@ def test_slow_links_want_few_bytes() -> None:
     assert hooks.choose(net(), "1mbit", lossy=True).name == "powersgd"
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_fast_links_want_little_work() -> None:
     found = [hooks.choose(net(), 1e15).name for _ in range(9)]  # one may be disturbed
     assert statistics.mode(found) == "allreduce", found

@@ -18,7 +18,7 @@ from paceline.testing import run_ranks
 from paceline.testing.hosts import hosts_unavailable_reason
 
 # They judge speed, so they want the machine for themselves.
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.alone
 REASON = hosts_unavailable_reason()
 needs_hosts = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 ATTEMPTS = 3

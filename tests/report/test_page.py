@@ -153,7 +153,7 @@ def test_numbers_and_no_network(rendered: tuple[Path, Analysis], open_page: Open
     assert 880 <= float(cells[0].split()[0]) <= 930
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @needs_browser
 class TestPage:
     def test_filter_by_rank(self, rendered: tuple[Path, Analysis], open_page: Open) -> None:

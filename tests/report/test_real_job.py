@@ -75,7 +75,7 @@ def train(folder: Path, phase: Phase) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "phase",
     [Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER],

@@ -144,7 +144,7 @@ class TestHosts:
                 # Headers, acknowledgements (more on a busy machine), the barrier.
                 assert 4 * MEGABYTE < count < 5 * MEGABYTE
 
-    @pytest.mark.slow
+    @pytest.mark.alone
     def test_a_shaped_link_is_as_slow_as_it_says(self) -> None:
         with test_hosts(2) as hosts:
             free_s = max(run_on_hosts(hosts, 1, timed_sum, MEGABYTE // 2))
@@ -154,7 +154,7 @@ class TestHosts:
         # 2 MB in each direction at 20 Mbit/s take 0.8 s; what fits the burst is free.
         assert 0.6 < shaped_s < 2.4
 
-    @pytest.mark.slow
+    @pytest.mark.alone
     def test_a_rank_can_change_the_speed_of_its_link(self) -> None:
         def both() -> list[float]:
             times_s = [timed_sum(MEGABYTE)]

@@ -33,7 +33,7 @@ def test_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert "64 KiB, 2 ranks: 3 of 3" in captured.err
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_paceline_is_faster_than_gloo(tmp_path: Path) -> None:
     """One number after all: two to twenty times faster is not a matter of a busy machine."""
     numbers = tmp_path / "out.json"
@@ -43,7 +43,7 @@ def test_paceline_is_faster_than_gloo(tmp_path: Path) -> None:
         assert each["speed_over_baseline"]["paceline"]["value"] > 2
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", list(MPIS))
 def test_beside_mpi(name: str, tmp_path: Path) -> None:
     missing = find_contenders(None).missing
@@ -59,7 +59,7 @@ def test_beside_mpi(name: str, tmp_path: Path) -> None:
         }
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(900)  # DeepSpeed compiles its all-reduce once
 @pytest.mark.skipif(not DEEPSPEED.exists(), reason="needs DeepSpeed: `make contenders`")
 def test_beside_deepspeed(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_wrong_contender_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "horovod: choose from paceline-spare" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.may_leave("descriptors")  # matplotlib's fonts
 def test_kills_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, picture = tmp_path / "out.json", tmp_path / "out.png"

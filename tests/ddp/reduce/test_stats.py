@@ -170,7 +170,7 @@ class TestTimes:
                 assert 0 <= bucket.exposed_ms <= took_ms + 1e-6  # rounded
                 assert bucket.exposed_ms <= stats.exposed_ms
 
-    @pytest.mark.slow
+    @pytest.mark.alone
     def test_hidden_reduction_is_not_exposed(self) -> None:
         """Backward goes on computing long after the first bucket has been reduced."""
 
@@ -186,7 +186,7 @@ class TestTimes:
             assert first.exposed_ms == 0
             assert first.ended_ms < last.ready_ms
 
-    @pytest.mark.slow
+    @pytest.mark.alone
     def test_waiting_for_a_slow_rank_is_exposed(self) -> None:
         def run() -> DDPStats:
             ddp = wrap()
@@ -217,7 +217,7 @@ class TestTimes:
                 assert bucket.last_rank in (0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 class TestLastRank:
     def test_is_the_one_that_computes_longest(self) -> None:
         """In the first step, when there is one bucket, and later, when there are three."""

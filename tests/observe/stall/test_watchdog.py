@@ -169,7 +169,7 @@ def clean(steps: int) -> int:
     return ddp.stats().steps
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 def test_no_false_alarm_on_a_busy_machine(tmp_path: Path) -> None:
     """10,000 clean steps beside twice as many busy processes as there are cores."""

@@ -25,7 +25,7 @@ REASON = hosts_unavailable_reason()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(240),
-    pytest.mark.slow,
+    pytest.mark.alone,
 ]
 TIMEOUT_S = 100.0
 

@@ -121,7 +121,7 @@ class TestKilled:
                     assert survivor.left == [], where
                     self.check(survivor.value["error"], victim.pid, where)
 
-    @pytest.mark.slow
+    @pytest.mark.alone
     def test_within_half_a_second(self) -> None:
         found = with_workers(play_faults, TINY, list(POINTS), native.FAULT_KILL, 60.0)
         times_s = sorted(
@@ -215,7 +215,7 @@ class TestManyRounds:
     def test_hundreds(self) -> None:
         self.run(200)
 
-    @pytest.mark.slow
+    @pytest.mark.alone
     def test_thousands(self) -> None:
         found = self.run(2400)
         for point in POINTS.values():

@@ -138,7 +138,7 @@ def timed_sums(numel: int) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_a_slow_link_is_used_less() -> None:
     """Two thirds of the bytes that gloo's ring sends over it, so two thirds of the time."""
     with test_hosts(2, rate="100mbit") as slow:
@@ -198,7 +198,7 @@ def leave_while_the_other_host_stays_away() -> float:
     return took_s
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_leaving_does_not_wait_for_another_host(hosts: Hosts) -> None:
     """The group's time-out is much longer than this."""
     for took_s in run_on_hosts(hosts, 2, leave_while_the_other_host_stays_away):

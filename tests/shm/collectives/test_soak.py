@@ -15,7 +15,7 @@ MALLOC_KIB = 2048
 
 @pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 @pytest.mark.timeout(110)
-@pytest.mark.slow
+@pytest.mark.alone
 def test_nothing_grows() -> None:
     def part(workers: WorkerPool) -> list[RankResult]:
         return workers.run(2, jobs.soak, COLLECTIVES)
