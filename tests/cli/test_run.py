@@ -39,7 +39,6 @@ if __name__ == "__main__":
     print("out", out); print("err", out, file=sys.stderr)
     sys.exit(0)
 """
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
 
 
 @pytest.fixture

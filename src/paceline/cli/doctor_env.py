@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.memory.segment import check_segment, create_segment
+
 _MANY_DESCRIPTORS = 1024
 _LITTLE_BYTES = 1 << 30
 
@@ -137,13 +139,13 @@ def check_native_core() -> Finding:
 
 def check_memfd() -> Finding:
     """Can segments be made, and sealed?"""
-    descriptor = os.memfd_create("paceline-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = create_segment("paceline-doctor", mmap.PAGESIZE)
     try:
-        os.ftruncate(descriptor, mmap.PAGESIZE)
+        check_segment(descriptor, mmap.PAGESIZE)
         mmap.mmap(descriptor, mmap.PAGESIZE).close()
     finally:
         os.close(descriptor)
-    return Finding("memfd", Level.OK, "segments can be made and mapped")
+    return Finding("memfd", Level.OK, "segments can be made, sealed and mapped")
 
 
 def check_dev_shm() -> Finding:

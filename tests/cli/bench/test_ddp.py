@@ -20,7 +20,6 @@ from paceline.errors import ConfigurationError
 HERE = "tests.cli.bench.test_ddp"
 QUICK = ["--ranks", "2", "--launches", "1", "--steps", "1"]
 NAMES = ["local", "torch", "torch views", "paceline"]
-HOOKED = ["paceline, fp16", "paceline, int8", "paceline, powersgd"]
 
 
 def make() -> tuple[nn.Module, object]:

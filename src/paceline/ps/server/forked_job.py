@@ -8,19 +8,17 @@ and ends with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger("paceline.ps")
+from paceline.launch.kernel import die_with_parent
 
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+log = logging.getLogger("paceline.ps")
 
 
 class Job:
@@ -95,7 +93,7 @@ def _be_child(work: Callable[[], Any], writer: int, parent: int) -> None:
     try:
         os.closerange(3, writer)
         os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
-        _end_with(parent)
+        die_with_parent(parent)  # a half-written snapshot is of no use to anybody
         try:
             words = {"value": work()}
         except Exception as error:
@@ -103,11 +101,3 @@ def _be_child(work: Callable[[], Any], writer: int, parent: int) -> None:
         os.write(writer, json.dumps(words).encode())
     finally:
         os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """Die when the parent does: a half-written snapshot is of no use to anybody."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
