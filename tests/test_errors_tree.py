@@ -19,6 +19,7 @@ TREE = {
     "MeshError": ("ConfigurationError", "RuntimeError"),
     "SharedMemoryError": ("ConfigurationError", "RuntimeError"),
     "CollectiveInputError": ("ConfigurationError", "RuntimeError"),
+    "TableShapeError": ("ConfigurationError", "AssertionError"),
     "PlacementError": ("ConfigurationError", "RuntimeError"),
     "ForeignWrapperError": ("ConfigurationError", "RuntimeError"),
     "AlreadyTrainingError": ("ConfigurationError", "RuntimeError"),

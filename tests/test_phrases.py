@@ -1,6 +1,7 @@
-"""Errors and warnings of dp, hooks and nn have torch's phrase: both are raised, side by side.
+"""Errors and warnings of dp, hooks, nn and shards have torch's phrase: both are raised.
 
-Those of the DDP wrapper are in ``tests/ddp/wrapper/test_phrases.py``. torch's functions for several
+Those of the wrapper, of the backend and of ps are in ``test_phrases.py`` of ``tests/ddp/wrapper/``,
+``tests/shm/backend/`` and ``tests/ps/client/``. torch's functions for several
 devices refuse a machine without accelerators, so what they do there is called directly.
 """
 
@@ -155,9 +156,25 @@ NN = {
 }
 
 
-@pytest.mark.parametrize("name", [*DP, *NN])
+def not_finite() -> nn.Parameter:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([1.0, float("nan")])
+    return parameter
+
+
+SHARDS = {
+    "norm": both(
+        "is non-finite, so it cannot be clipped",
+        lambda utils: utils.clip_grad_norm_(not_finite(), 1.0, error_if_nonfinite=True),
+        paceline,
+        nn.utils,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*DP, *NN, *SHARDS])
 def test_has_the_phrase_of_torch(name: str) -> None:
-    check(*errors_of({**DP, **NN}[name]))
+    check(*errors_of({**DP, **NN, **SHARDS}[name]))
 
 
 def error_of(action: Callable[[], Any]) -> tuple[list[str], str]:

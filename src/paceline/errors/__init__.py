@@ -8,6 +8,7 @@
   │   ├── MeshError (RuntimeError)           a device mesh that does not fit
   │   ├── SharedMemoryError (RuntimeError)   transport="shm" was asked for and cannot be had
   │   ├── CollectiveInputError (RuntimeError)  tensors that do not fit the collective they are for
+  │   ├── TableShapeError (AssertionError)   an embedding table's rows or padding_idx cannot be
   │   ├── PlacementError (RuntimeError)      a module or a replica is not where it has to be
   │   ├── ForeignWrapperError (RuntimeError) torch's own wrapper averages the same parameters
   │   └── AlreadyTrainingError (RuntimeError)  a setting that must come before training
@@ -117,6 +118,7 @@ from paceline.errors.setup import (
     ParametersChangedError,
     PlacementError,
     SharedMemoryError,
+    TableShapeError,
     TorchNameError,
     UnknownHookError,
     UntrainableModuleError,
@@ -206,6 +208,7 @@ __all__ = [
     "SharedWriteError",
     "StateTransferError",
     "StepError",
+    "TableShapeError",
     "TorchNameError",
     "UnknownHookError",
     "UntrainableModuleError",

@@ -33,6 +33,10 @@ class CollectiveInputError(ConfigurationError, RuntimeError):
     """A collective got tensors that do not fit: their number, sizes, dtypes, layout or device."""
 
 
+class TableShapeError(ConfigurationError, AssertionError):
+    """The rows of an embedding table are no matrix, or its padding_idx is none of them."""
+
+
 class PlacementError(ConfigurationError, RuntimeError):
     """A module is not on the device of its first replica, or a device does not exist here."""
 

@@ -25,6 +25,9 @@ UNKNOWN_WAIT_S = 0.5
 """The same where one rank has not said yet who it is, so that its end cannot be seen: it is meant
 if none of the others is seen to end."""
 
+CONNECTION_CLOSED = "gloo says: Connection closed by peer, or Connection reset by peer."
+"""People match on gloo's words."""
+
 NO_LONGER = "The group cannot be used any more; make a new one."
 
 
@@ -97,7 +100,8 @@ class LostPeers:
                 f"memory.{last_seen(lost.pid)}"
             )
         return PeerLostError(
-            f"Rank {self._rank}: {what} cannot be completed, because {why} {NO_LONGER}",
+            f"Rank {self._rank}: {what} cannot be completed, because {why} {CONNECTION_CLOSED} "
+            f"{NO_LONGER}",
             rank=lost.rank,
             host=lost.hostname,
             pid=lost.pid,

@@ -31,8 +31,8 @@ def gather_by_store(
         if not is_there:
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             raise CollectiveTimeoutError(
-                f"Rank {rank}: {what} was given up after {timeout}: ranks {missing} have not "
-                "come. See what they are doing.",
+                f"Rank {rank}: {what} was given up. Timed out waiting: after {timeout}, ranks "
+                f"{missing} have not come. See what they are doing.",
                 rank=next(iter(missing), None),
                 missing=missing,
                 operation=what,

@@ -44,8 +44,9 @@ def clip_grad_norm_(
     norm = math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
     if math.isnan(norm) and error_if_nonfinite:
         raise NonFiniteGradientError(
-            "clip_grad_norm_: the norm of the gradients is not finite, because some gradient is "
-            "not. nonfinite='raise' names it; error_if_nonfinite=False clips nothing then."
+            "clip_grad_norm_: the norm of the gradients is non-finite, so it cannot be clipped, "
+            "because some gradient is. nonfinite='raise' names it; error_if_nonfinite=False clips "
+            "nothing then."
         )
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0:

@@ -28,18 +28,18 @@ ZERO = torch.tensor([0])
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ((torch.tensor([[1, ROWS]]),), IndexError, f"id {ROWS} is not in table"),
-        ((torch.tensor([[1, -1]]),), RuntimeError, "id -1 is not in table"),
-        ((LINE,), ValueError, "offsets must say where bags begin"),
-        ((LINE[None], ZERO), ValueError, "2-D"),
-        ((LINE[None, None],), ValueError, "3-D"),
-        ((LINE, ZERO[None]), ValueError, "offsets are 1-D"),
-        ((LINE.float(), ZERO), RuntimeError, "int64 or int32"),
-        ((LINE, torch.tensor([1])), RuntimeError, "begins at 0"),
-        ((LINE, torch.tensor([0, 4])), RuntimeError, "at most the number of ids, 3"),
+        ((torch.tensor([[1, ROWS]]),), IndexError, f"value {ROWS} which is not"),
+        ((torch.tensor([[1, -1]]),), RuntimeError, "value -1 which is not"),
+        ((LINE,), ValueError, "it says where bags begin"),
+        ((LINE[None], ZERO), ValueError, "2D"),
+        ((LINE[None, None],), ValueError, "dimension 3"),
+        ((LINE, ZERO[None]), ValueError, "1D Tensor, not 2D"),
+        ((LINE.float(), ZERO), RuntimeError, "but got torch.FloatTensor"),
+        ((LINE, torch.tensor([1])), RuntimeError, "However, got 1"),
+        ((LINE, torch.tensor([0, 4])), RuntimeError, "of 4"),
         ((LINE, torch.tensor([0, 2, 1])), RuntimeError, "offsets grow"),
-        ((LINE, ZERO, torch.ones(2)), ValueError, "one weight for each id"),
-        ((LINE, ZERO, torch.ones(3, dtype=torch.float64)), RuntimeError, "weights are"),
+        ((LINE, ZERO, torch.ones(2)), ValueError, "the same shape"),
+        ((LINE, ZERO, torch.ones(3, dtype=torch.float64)), RuntimeError, "weights torch.float64"),
     ],
 )
 def test_wrong_input_is_refused_as_by_torch(
@@ -54,7 +54,7 @@ def test_wrong_input_is_refused_as_by_torch(
 
 
 def test_weights_without_sum_are_not_implemented(servers: ps.Servers) -> None:
-    with pytest.raises(NotImplementedError, match='mode="sum"'):
+    with pytest.raises(NotImplementedError, match="mode='sum'"):
         make(servers, mode="mean")(LINE, ZERO, torch.ones(3))
 
 

@@ -123,12 +123,14 @@ def flat_bags(config: TableConfig, batch: Tensor | Bags | tuple[Tensor, ...]) ->
         weights = weights.reshape(-1)
     if ids.dim() == 2:
         if offsets is not None:
-            raise _wrong(config, "ids are 2-D, so each line is a bag and there are no offsets")
+            raise _wrong(config, "if input is 2D, then offsets has to be None: each line is a bag")
         return FlatBags(_int64(ids.reshape(-1)), _lines(ids), weights, ids.shape, ids.device)
     if ids.dim() != 1:
-        raise _wrong(config, f"ids are 1-D with offsets, or 2-D, not {ids.dim()}-D")
+        raise _wrong(
+            config, f"input has to be 1D or 2D Tensor, but got Tensor of dimension {ids.dim()}"
+        )
     if offsets is None:
-        raise _wrong(config, "ids are 1-D, so offsets must say where bags begin")
+        raise _wrong(config, "offsets has to be a 1D Tensor but got None; it says where bags begin")
     return _with_offsets(config, ids, offsets, weights)
 
 
@@ -137,7 +139,7 @@ def _with_offsets(
 ) -> FlatBags:
     _check_integers(config.name, "offsets", offsets)
     if offsets.dim() != 1:
-        raise _wrong(config, f"offsets are 1-D, not {offsets.dim()}-D")
+        raise _wrong(config, f"offsets has to be a 1D Tensor, not {offsets.dim()}D")
     found, starts = _int64(ids), _int64(offsets)
     if config.include_last_offset:
         found, starts, weights = _without_last(config, found, starts, weights)
@@ -150,10 +152,10 @@ def _without_last(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The last offset says where the ids end; what is behind it is in no bag."""
     if not len(offsets):
-        raise _wrong(config, "include_last_offset needs at least one offset")
+        raise _wrong(config, "include_last_offset: number of offset should be at least 1")
     end = int(offsets[-1])
     if not 0 <= end <= len(ids):
-        raise _wrong(config, f"the last offset is {end}, and there are {len(ids)} ids")
+        raise _last_offset(config, end, len(ids))
     return ids[:end], offsets[:-1], None if weights is None else weights[:end]
 
 
@@ -170,27 +172,51 @@ def _explain_offsets(config: TableConfig, offsets: Ints, ids: int) -> None:
             raise _wrong(config, f"there are {ids} ids and no bag")
         return
     if offsets[0] != 0:
-        raise _wrong(config, f"the first bag begins at 0, and offsets begin with {offsets[0]}")
-    if offsets[-1] > ids or (offsets[1:] < offsets[:-1]).any():
-        raise _wrong(config, f"offsets grow from 0 to at most the number of ids, {ids}")
+        raise _wrong(
+            config, f"offsets[0] has to be 0: the first bag begins there. However, got {offsets[0]}"
+        )
+    if offsets[-1] > ids:
+        raise _last_offset(config, offsets[-1], ids)
+    if (offsets[1:] < offsets[:-1]).any():
+        raise _wrong(config, "offsets grow from bag to bag")
+
+
+def _last_offset(config: TableConfig, offset: int, ids: int) -> BagsError:
+    return _wrong(
+        config,
+        f"offsets[-1] can not be greater than input's length {ids} but got offsets[-1] of {offset}"
+        if offset >= 0
+        else f"offsets[-1] is {offset}: offsets grow from 0",
+    )
 
 
 def _check_weights(config: TableConfig, ids: Tensor, weights: Tensor) -> None:
     if config.mode != "sum":
-        raise _wrong(config, f'per_sample_weights go with mode="sum", not {config.mode!r}')
+        raise _wrong(
+            config,
+            f"per_sample_weights is only supported for mode='sum' (got mode='{config.mode}')",
+        )
     if weights.shape != ids.shape:
         raise _wrong(
             config,
-            f"one weight for each id: weights are {tuple(weights.shape)}, ids {tuple(ids.shape)}",
+            f"If per_sample_weights ({weights.shape}) is not None, then it must have the same "
+            f"shape as the input ({ids.shape})",
         )
     if weights.dtype != config.dtype:
-        raise _wrong(config, f"weights are {weights.dtype}, and rows {config.dtype}")
+        raise _wrong(
+            config,
+            "expected rows to have the same type as tensor for argument #1 'per_sample_weights'; "
+            f"but rows are {config.dtype}, and weights {weights.dtype}",
+        )
 
 
 def _check_integers(table: str, what: str, tensor: Any) -> None:
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS:
-        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise BagsError(f"table {table!r}: {what} are a tensor of int64 or int32, not {found}")
+        found = tensor.type() if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise BagsError(
+            f"table {table!r}: expected {what} to have one of the following scalar types: "
+            f"Long, Int; but got {found} instead"
+        )
 
 
 def _lines(ids: Tensor) -> Tensor:

@@ -139,8 +139,8 @@ class Layout:
         if wrong.any():
             id = int(ids[wrong.argmax()])
             raise IdRangeError(
-                f"id {id} is not in table {name!r}, which has rows 0 to {rows - 1}: "
-                "make the table larger, or look at the ids",
+                f"index out of range in self: input of table {name!r} takes value {id} which is "
+                f"not in the valid range [0, {rows}). Make the table larger, or look at the ids",
                 table=name,
                 id=id,
             )

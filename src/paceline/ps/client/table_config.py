@@ -64,15 +64,17 @@ class TableConfig:
     pooling: str = "auto"
 
     def __post_init__(self) -> None:
-        _check_word(self.name, "mode", self.mode, MODES)
+        if self.mode not in MODES:
+            raise ConfigurationError(
+                f"table {self.name!r}: mode has to be one of sum, mean or max, not {self.mode!r}"
+            )
         _check_word(self.name, "sharding", self.sharding, tuple(each.value for each in Sharding))
         _check_word(self.name, "pooling", self.pooling, POOLINGS)
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"table {self.name!r}: rows cannot be {self.dtype}")
         if self.mode == "max" and (self.sparse or self.scale_grad_by_freq):
-            raise ConfigurationError(
-                f'table {self.name!r}: mode="max" takes neither sparse nor scale_grad_by_freq'
-            )
+            what = "sparse weights" if self.sparse else "scaling the gradient by the frequency"
+            raise ConfigurationError(f"table {self.name!r}: max mode does not support {what}")
         self.spec()  # checks the rest
 
     def spec(self) -> TableSpec:

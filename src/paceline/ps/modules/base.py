@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.errors import ConfigurationError, NotPicklableError
+from paceline.errors import ConfigurationError, NotPicklableError, TableShapeError
 from paceline.ps.client.connection import HasAddresses, Servers, as_servers
 from paceline.ps.client.prefetch import PrefetchCounts
 from paceline.ps.client.table_config import TableConfig
@@ -101,5 +101,7 @@ class ServedModule(nn.Module):
 def checked_rows(weight: Tensor) -> Tensor:
     """Rows that a table is made from."""
     if weight.dim() != 2:
-        raise ConfigurationError(f"rows are a 2-D tensor, not {weight.dim()}-D")
+        raise TableShapeError(
+            f"Embeddings parameter is expected to be 2-dimensional, not {weight.dim()}-dimensional"
+        )
     return weight.detach()

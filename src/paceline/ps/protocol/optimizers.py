@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigurationError
 
+_IN_TORCHS_WORDS = {"lr": "learning rate", "eps": "epsilon value"}
+
 
 @dataclass(frozen=True)
 class _Policy:
@@ -22,9 +24,10 @@ class _Policy:
             value = getattr(self, field.name)
             is_number = isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
             if not is_number and field.name != "betas":
+                what = _IN_TORCHS_WORDS.get(field.name, f"{field.name} value")
                 raise ConfigurationError(
-                    f"{type(self).__name__}: {field.name} must be a number of at least 0, and is "
-                    f"{value!r}"
+                    f"{type(self).__name__}: Invalid {what}: {value!r}. {field.name} must be a "
+                    "number of at least 0"
                 )
 
 
@@ -86,10 +89,12 @@ class Adam(_Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         first, second = self.betas
-        if not (0.0 <= first < 1.0 and 0.0 <= second < 1.0):
-            raise ConfigurationError(
-                f"Adam: betas must be two numbers in [0, 1), and are {self.betas}"
-            )
+        for index, beta in enumerate((first, second)):
+            if not 0.0 <= beta < 1.0:
+                raise ConfigurationError(
+                    f"Adam: Invalid beta parameter at index {index}: {beta}. betas must be two "
+                    "numbers in [0, 1)"
+                )
 
 
 Optimizer = SGD | Adagrad | RowwiseAdagrad | Adam

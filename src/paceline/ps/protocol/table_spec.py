@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, TableShapeError
 from paceline.ps.protocol.optimizers import OPTIMIZERS, SGD, Optimizer
 from paceline.ps.protocol.wire import Dtype
 
@@ -96,8 +96,11 @@ class TableSpec:
         if self.max_norm is not None:
             _check_number(f"table {self.name!r}", "max_norm", self.max_norm, above=0.0)
         _check_number(f"table {self.name!r}", "norm_type", self.norm_type, above=0.0)
-        if self.padding_idx is not None:
-            _check_range(f"table {self.name!r}", "padding_idx", self.padding_idx, 0, self.rows - 1)
+        if self.padding_idx is not None and not _is_whole(self.padding_idx, 0, self.rows - 1):
+            raise TableShapeError(
+                f"table {self.name!r}: padding_idx must be within num_embeddings, {self.rows}, and "
+                f"is {self.padding_idx!r:.40}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -182,8 +185,12 @@ def _check_number(whose: str, what: str, value: Any, above: float) -> None:
         )
 
 
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
 def _check_range(whose: str, what: str, value: Any, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if not _is_whole(value, low, high):
         raise ConfigurationError(
             f"{whose}: {what} must be a whole number from {low} to {high}, not {value!r:.40}"
         )

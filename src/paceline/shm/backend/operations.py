@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveInputError
+from paceline.errors import CollectiveTimeoutError
 from paceline.shm.attach.connection import Connection
+from paceline.shm.backend.input_checks import InputChecks, Tensors, check_cpu
 from paceline.shm.backend.work import FutureThread, SharedWork
 from paceline.shm.collectives.chunked import ChunkedReducer
 from paceline.shm.collectives.cross_host import CrossHostGroup
@@ -22,7 +23,6 @@ from paceline.shm.collectives.group import Call, SharedGroup
 from paceline.shm.collectives.pending import Pending
 from paceline.shm.core.dtypes import OPS, can_reduce
 
-Tensors = Sequence[torch.Tensor]
 SUM = dist.ReduceOp.SUM
 
 
@@ -47,7 +47,8 @@ class HostOperations(Operations):
     def __init__(self, connection: Connection, futures: FutureThread, timeout_s: float) -> None:
         self._group = SharedGroup(connection, 0, timeout_s)
         self._futures = futures
-        self._rank, self._world = self._group.index, self._group.world
+        self._rank = self._group.index
+        self._check = InputChecks(self._group.index, self._group.world)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of later collectives."""
@@ -74,7 +75,8 @@ class HostOperations(Operations):
 
     def reduce(self, tensors: Tensors, opts: Any) -> SharedWork | None:
         """Reduce to one rank, in place."""
-        op, call, root = _op(opts), _call(opts), opts.rootRank
+        op, call = _op(opts), _call(opts)
+        root = self._check.root("reduce", opts.rootRank)
         if not _can_reduce(tensors, op):
             return None
         return self._work([self._group.reduce(t, op, root, call) for t in tensors], tensors, call)
@@ -88,7 +90,7 @@ class HostOperations(Operations):
             return None
         pairs = list(zip(outputs, inputs, strict=True))
         for output, parts in pairs:
-            self._check_parts("reduce_scatter", parts, output)
+            self._check.parts("reduce_scatter", parts, output)
         pendings = [self._group.reduce_scatter(o, parts, op, call) for o, parts in pairs]
         return self._work(pendings, outputs, call)
 
@@ -97,7 +99,7 @@ class HostOperations(Operations):
     ) -> SharedWork | None:
         """Like :meth:`reduce_scatter`, from tensors that hold all parts."""
         pairs = zip(outputs, inputs, strict=True)
-        parts = [self._cut("reduce_scatter", large, small) for small, large in pairs]
+        parts = [self._check.cut("reduce_scatter", large, small) for small, large in pairs]
         return self.reduce_scatter(outputs, parts, opts)
 
     def reduce_scatter_single(
@@ -110,8 +112,8 @@ class HostOperations(Operations):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> SharedWork | None:
         """Copy one rank's tensors to all."""
-        call, root = _call(opts), opts.rootRank
-        _check_cpu(tensors)
+        call, root = _call(opts), self._check.root("broadcast", opts.rootRank)
+        check_cpu(tensors)
         return self._work([self._group.broadcast(t, root, call) for t in tensors], tensors, call)
 
     def allgather(
@@ -121,7 +123,7 @@ class HostOperations(Operations):
         call = _call(opts)
         pairs = list(zip(outputs, tensors, strict=True))
         for parts, tensor in pairs:
-            self._check_parts("all_gather", parts, tensor)
+            self._check.parts("all_gather", parts, tensor)
         pendings = [self._group.all_gather(parts, tensor, call) for parts, tensor in pairs]
         return self._work(pendings, [part for parts in outputs for part in parts], call)
 
@@ -137,7 +139,7 @@ class HostOperations(Operations):
     ) -> SharedWork | None:
         """Like :meth:`allgather`, into tensors that hold all parts."""
         pairs = zip(outputs, tensors, strict=True)
-        parts = [self._cut("all_gather", large, small) for large, small in pairs]
+        parts = [self._check.cut("all_gather", large, small) for large, small in pairs]
         return self.allgather(parts, tensors, opts)
 
     def all_gather_single(
@@ -148,26 +150,26 @@ class HostOperations(Operations):
 
     def gather(self, outputs: Sequence[Tensors], tensors: Tensors, opts: Any) -> SharedWork | None:
         """Give one rank everybody's tensor."""
-        call, root = _call(opts), opts.rootRank
+        call, root = _call(opts), self._check.root("gather", opts.rootRank)
         parts = outputs[0] if self._rank == root else []
         if self._rank == root:
-            self._check_parts("gather", parts, tensors[0])
+            self._check.parts("gather", parts, tensors[0])
         return self._work([self._group.gather(parts, tensors[0], root, call)], parts, call)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> SharedWork | None:
         """Give each rank one tensor of the root."""
-        call, root = _call(opts), opts.rootRank
+        call, root = _call(opts), self._check.root("scatter", opts.rootRank)
         parts = inputs[0] if self._rank == root else []
         if self._rank == root:
-            self._check_parts("scatter", parts, outputs[0])
+            self._check.parts("scatter", parts, outputs[0])
         return self._work([self._group.scatter(outputs[0], parts, root, call)], outputs, call)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> SharedWork | None:
         """Exchange tensors: the i-th goes to rank i. Sizes may differ."""
         call = _call(opts)
-        for tensors in (outputs, inputs):
-            self._check_count("all_to_all", tensors)
-            _check_cpu(tensors)
+        self._check.count("all_to_all input", inputs)
+        self._check.count("all_to_all output", outputs)
+        check_cpu([*inputs, *outputs])
         return self._work([self._group.all_to_all(outputs, inputs, call)], outputs, call)
 
     def all_to_all_single(
@@ -179,8 +181,8 @@ class HostOperations(Operations):
         opts: Any = None,
     ) -> SharedWork | None:
         """Exchange rows of one tensor."""
-        outputs = self._split("output", output, output_splits)
-        return self.alltoall(outputs, self._split("input", tensor, input_splits), opts)
+        outputs = self._check.split("output", output, output_splits)
+        return self.alltoall(outputs, self._check.split("input", tensor, input_splits), opts)
 
     # --- barriers --------------------------------------------------------------------------------
 
@@ -197,57 +199,31 @@ class HostOperations(Operations):
         All of them are named with or without ``wait_all_ranks``.
         """
         del wait_all_ranks
-        timeout_s = timeout.total_seconds() if timeout else None
-        self._group.barrier(Call(blocking=True, timeout_s=timeout_s)).wait()
+        timeout_s = timeout.total_seconds() if timeout else self._group.timeout_s
+        try:
+            self._group.barrier(Call(blocking=True, timeout_s=timeout_s)).wait()
+        except CollectiveTimeoutError as error:
+            raise self._not_passed(error, timeout_s) from None
         return True
 
-    # --- checks ----------------------------------------------------------------------------------
+    def _not_passed(
+        self, error: CollectiveTimeoutError, timeout_s: float
+    ) -> CollectiveTimeoutError:
+        """The same, in torch's words first."""
+        who = f"Rank{'s' * (len(error.missing) > 1)} {', '.join(map(str, error.missing))}"
+        return CollectiveTimeoutError(
+            f"[Rank {self._rank}]: {who} failed to pass monitoredBarrier in "
+            f"{round(1000 * timeout_s)} ms. {error}",
+            rank=error.rank,
+            missing=error.missing,
+            operation=error.operation,
+        )
 
     def _work(self, pendings: list[Pending], result: Tensors, call: Call) -> SharedWork:
         work = SharedWork(pendings, list(result), self._futures)
         if call.blocking:
             work.wait()
         return work
-
-    def _check_count(self, what: str, parts: Tensors) -> None:
-        if len(parts) != self._world:
-            raise CollectiveInputError(
-                f"{what} on rank {self._rank} got {len(parts)} tensors for {self._world} ranks. "
-                "Give one for each rank."
-            )
-
-    def _check_parts(self, what: str, parts: Tensors, whole: torch.Tensor) -> None:
-        self._check_count(what, parts)
-        _check_cpu([whole, *parts])
-        for part in parts:
-            if part.numel() != whole.numel() or part.dtype != whole.dtype:
-                raise CollectiveInputError(
-                    f"{what} on rank {self._rank} needs {whole.numel()} {whole.dtype} for every "
-                    f"rank, and one of its tensors has {part.numel()} {part.dtype}."
-                )
-
-    def _cut(self, what: str, large: torch.Tensor, small: torch.Tensor) -> Tensors:
-        """Cut a tensor into one part for each rank."""
-        if large.numel() != small.numel() * self._world or large.dtype != small.dtype:
-            raise CollectiveInputError(
-                f"{what} on rank {self._rank}: {large.numel()} {large.dtype} are not "
-                f"{self._world} times {small.numel()} {small.dtype}."
-            )
-        flat = _flat(what, large)
-        return [flat.narrow(0, i * small.numel(), small.numel()) for i in range(self._world)]
-
-    def _split(self, what: str, tensor: torch.Tensor, splits: Sequence[int]) -> Tensors:
-        """Cut a tensor along its first dimension; into equal parts, if nothing else is said."""
-        _flat("all_to_all_single", tensor)
-        rows = tensor.shape[0] if tensor.dim() else 0
-        sizes = list(splits) or [rows // self._world] * self._world
-        if len(sizes) != self._world or sum(sizes) != rows:
-            raise CollectiveInputError(
-                f"all_to_all_single on rank {self._rank}: the {rows} rows of the {what} tensor "
-                f"cannot be split into {sizes} for {self._world} ranks. Give "
-                f"{what}_split_sizes that add up."
-            )
-        return list(tensor.split(sizes))
 
 
 class CrossHostOperations(Operations):
@@ -295,22 +271,7 @@ def _call(opts: Any) -> Call:
 
 
 def _can_reduce(tensors: Tensors, op: int) -> bool:
-    _check_cpu(tensors)
+    check_cpu(tensors)
     return all(
         tensor.layout == torch.strided and can_reduce(tensor.dtype, op) for tensor in tensors
     )
-
-
-def _flat(what: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise CollectiveInputError(f"{what} needs a contiguous tensor. Call .contiguous() first.")
-    return tensor.view(-1)
-
-
-def _check_cpu(tensors: Tensors) -> None:
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            raise CollectiveInputError(
-                f"The paceline backend works on CPU tensors, and one is on {tensor.device}. Make "
-                "another group for it: dist.new_group(backend=...)."
-            )

@@ -21,7 +21,7 @@ from paceline.errors import (
     PeerLostError,
 )
 from paceline.liveness import Deaths
-from paceline.liveness.lost_peers import NO_LONGER
+from paceline.liveness.lost_peers import CONNECTION_CLOSED, NO_LONGER
 from paceline.native.extension import native
 from paceline.observe.stall.last_seen import last_seen
 from paceline.printable import printable
@@ -29,6 +29,9 @@ from paceline.shm.core.dtypes import describe_request, is_behind
 from paceline.shm.core.members import Member
 from paceline.shm.core.pages import Field
 from paceline.shm.diagnose.status import Status, describe_end, first_cause
+
+MISMATCH = "Detected mismatch between collectives on ranks"
+"""As torch says it with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def group_over_error(view: ChannelView, what: str) -> CollectiveError:
 def _deadlocked(view: ChannelView, by: int, about: int, what: str) -> CollectiveMismatchError:
     value = view.status.pages.read(by, Field.REASON) or {}
     why = printable(value.get("text", "")) or "ranks are in different collectives."
-    text = f"Rank {view.rank}: {what} cannot be completed: {why} {NO_LONGER}"
+    text = f"Rank {view.rank}: {what} cannot be completed. {MISMATCH}: {why} {NO_LONGER}"
     return CollectiveMismatchError(text, rank=view.members[about].rank, operation=what)
 
 
@@ -134,7 +137,7 @@ def lost_error(view: ChannelView, about: int, what: str) -> PeerLostError:
     how = describe_end(view.status, index, row)
     text = (
         f"Rank {view.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
-        f"{_doing(row)}{last_seen(lost.pid)} {NO_LONGER}"
+        f"{_doing(row)}{last_seen(lost.pid)} {CONNECTION_CLOSED} {NO_LONGER}"
     )
     return PeerLostError(text, rank=lost.rank, host=lost.hostname, pid=lost.pid, operation=what)
 
@@ -149,8 +152,8 @@ def _timed_out(
     )
     waiter = "it" if members[by].rank == me else f"rank {members[by].rank}"
     text = (
-        f"Rank {me}: {what} was given up, because {waiter} had waited until the deadline. "
-        f"Missing:\n{told}\n"
+        f"Rank {me}: {what} was given up. Timed out waiting: {waiter} had waited until the "
+        f"deadline. Missing:\n{told}\n"
         "See what these ranks are doing (py-spy, or a debugger), or make the group with a longer "
         f"timeout. {NO_LONGER}"
     )
@@ -177,8 +180,8 @@ def _mismatch(
             f"{describe_request(differ.second_request)}"
         )
     text = (
-        f"Rank {me}: ranks do not agree on {what}: {found}. Nothing was exchanged. All ranks must "
-        "call the same collectives in the same order, with the same sizes and dtypes."
+        f"Rank {me}: ranks do not agree on {what}. {MISMATCH}: {found}. Nothing was exchanged. All "
+        "ranks must call the same collectives in the same order, with the same sizes and dtypes."
     )
     return CollectiveMismatchError(text, rank=b, operation=what)
 
