@@ -19,8 +19,8 @@ def make_group(configs: list[ps.TableConfig], servers: int, is_weighted: bool = 
     places = []
     for at, config in enumerate(configs):
         is_whole = config.sharding == "table"
-        homes = [at % servers] if is_whole else range(servers)
-        numbers = tuple(10 * at + s if s in homes else -1 for s in range(servers))
+        table_servers = [at % servers] if is_whole else range(servers)
+        numbers = tuple(10 * at + s if s in table_servers else -1 for s in range(servers))
         places.append(AttachedTable(config, numbers))
     key = dataclasses.replace(group_key_of(0, configs[0], is_weighted, is_bags=True), alone=-1)
     return Group(range(len(configs)), places, key)

@@ -60,7 +60,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank brings home.
+    """What a rank returns.
 
     Attributes:
         wrapper: A key of :data:`WRAPPERS`.

@@ -66,43 +66,43 @@ def run_rank(pipe: Connection, target: Target, rank: int, environ: Mapping[str, 
     if target.kind is TargetKind.COMMAND:
         os.execvp(target.name, [target.name, *target.args])
     sys.orig_argv = [sys.executable, "-u", *target.words]
-    teller = _Teller(pipe)
-    sys.excepthook = teller.last_hook
+    reporter = _ErrorReporter(pipe)
+    sys.excepthook = reporter.last_hook
     try:
         exec(*_prepare(target))
     except SystemExit as error:
         note_exception(error)  # before its frames go, and the wrapper in them: peers are told why
         if error.code not in (None, 0):
-            teller.tell(error)
+            reporter.report(error)
         raise
     except BaseException as error:
         error = error.with_traceback(_below_us(error.__traceback__))
-        teller.tell(error)
+        reporter.report(error)
         sys.excepthook(type(error), error, error.__traceback__)
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-class _Teller:
+class _ErrorReporter:
     """Tells the launcher of the exception that ends this rank; a fork of the rank is none."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._pid = os.getpid()
-        self._told = 0  # the exception's id: a reference would keep the script's objects
+        self._reported = 0  # the exception's id: a reference would keep the script's objects
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Say it, if this is the rank's own process."""
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):  # the launcher is gone
                 self._pipe.send_bytes(json.dumps(asdict(_raised(error))).encode())
-                self._told = id(error)
+                self._reported = id(error)
 
     def last_hook(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """The hook below those of the script and of torch: the launcher prints what it was told."""
-        if id(error) != self._told or os.getpid() != self._pid:
+        if id(error) != self._reported or os.getpid() != self._pid:
             sys.__excepthook__(kind, error, trace)
 
 

@@ -15,9 +15,9 @@ ids_of = [st.lists(st.integers(0, rows - 1) | st.integers(0, 6), max_size=30) fo
 
 
 def layout(sharding: Sharding, servers: int, tables: int = 3) -> Layout:
-    homes = [at % servers for at in range(tables)]
+    table_servers = [at % servers for at in range(tables)]
     names = [f"t{at}" for at in range(tables)]
-    return Layout(names, ROWS[:tables], sharding, servers, homes)
+    return Layout(names, ROWS[:tables], sharding, servers, table_servers)
 
 
 @settings(max_examples=150)

@@ -42,7 +42,7 @@ typedef struct {
 typedef struct {
     const Layout *layout;
     const uint64_t *rows;
-    const int64_t *homes;
+    const int64_t *table_servers;
     Input *inputs;
     Source *sources;
     int64_t source_count, ids, bags, largest_input;
@@ -138,7 +138,7 @@ static int read_sources(Plan *plan, uint64_t *values, int64_t *ranks, int64_t *s
 static int64_t share_of(const Plan *plan, int64_t table, int64_t server) {
     const Source *source = plan->inputs[table].source;
     if (plan->layout->sharding == BY_TABLE) {
-        return plan->homes[table] == server ? source->distinct : 0;
+        return plan->table_servers[table] == server ? source->distinct : 0;
     }
     return source->shares[server];
 }
@@ -158,13 +158,13 @@ static void write_starts(const Plan *plan) {
 static void write_ids(const Plan *plan, int64_t table, int64_t *places_of, int64_t *next) {
     const Results *out = &plan->results;
     const Source *source = plan->inputs[table].source;
-    int64_t tables = plan->layout->tables, home = plan->homes[table];
+    int64_t tables = plan->layout->tables, table_server = plan->table_servers[table];
     int is_whole = plan->layout->sharding == BY_TABLE;
     for (int64_t server = 0; server < plan->layout->servers; server++) {
         next[server] = out->starts[server * tables + table];
     }
     for (int64_t at = 0; at < source->distinct; at++) {
-        int64_t place = next[is_whole ? home : source->owners[at]]++;
+        int64_t place = next[is_whole ? table_server : source->owners[at]]++;
         places_of[at] = place;
         out->ids[place] = (int64_t)source->values[at];
         if (out->gather) {
@@ -356,7 +356,8 @@ static PyObject *plan_batch(PyObject *module, PyObject *const *arguments, Py_ssi
         return PyErr_Format(PyExc_ValueError, "a batch for each table, and a record by server");
     }
     Plan plan = {.layout = layout, .rows = (const uint64_t *)layout->numbers,
-                 .homes = layout->numbers + layout->tables, .is_shared = arguments[3] == Py_True};
+                 .table_servers = layout->numbers + layout->tables,
+                 .is_shared = arguments[3] == Py_True};
     plan.inputs = PyMem_Malloc(layout->tables * sizeof(Input));
     if (plan.inputs == NULL) {
         return PyErr_NoMemory();

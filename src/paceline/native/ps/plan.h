@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* As `Layout.packed` of ps/client/row_plan.py; followed by rows[tables], homes[tables]. */
+/* As `Layout.packed` of ps/client/row_plan.py; followed by rows[tables], table_servers[tables]. */
 typedef struct {
     int64_t tables, servers, sharding;
     int64_t numbers[];

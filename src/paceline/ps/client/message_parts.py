@@ -165,19 +165,19 @@ class BagsPart:
 
     def lookup(self, server: int) -> PartRequest | None:
         """The bags, for the table's server."""
-        if server != self.attached.home:
+        if server != self.attached.first_server:
             return None
         return PartRequest(self._record(0.0), 1, self._integers(), self._weights())
 
     def reply_bytes(self, server: int) -> int:
         """How many bytes of the reply are for this part."""
-        if server != self.attached.home:
+        if server != self.attached.first_server:
             return 0
         return aligned(self.input.bags * self._row_bytes)
 
     def put(self, server: int, values: memoryview) -> None:
         """Take the pooled bags."""
-        if server == self.attached.home:
+        if server == self.attached.first_server:
             self._piece = values[: self.input.bags * self._row_bytes]
 
     def result(self) -> Tensor:
@@ -194,7 +194,7 @@ class BagsPart:
 
     def push(self, server: int, gradient: Frame, lrs: Sequence[float]) -> PartRequest | None:
         """The bags again, with their gradient."""
-        if server != self.attached.home:
+        if server != self.attached.first_server:
             return None
         values = b"".join((self._weights(), _padded(gradient)))
         return PartRequest(self._record(lrs[self.table]), 1, self._integers(), values)
@@ -207,7 +207,7 @@ class BagsPart:
         config, bags = self.attached.config, self.input
         return pack_section(
             Section(
-                self.attached.numbers[self.attached.home],
+                self.attached.numbers[self.attached.first_server],
                 Form.BAGS,
                 DTYPES[config.dtype],
                 bags.count,

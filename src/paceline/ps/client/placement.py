@@ -30,12 +30,12 @@ def attach(servers: Servers, configs: Sequence[TableConfig]) -> list[AttachedTab
         raise ConfigurationError(f"two tables of the same name {twice!r} in one module")
     for config in configs:
         config.check_pooling(len(servers))
-    homes = _homes(servers, configs)
+    table_servers = _table_servers(servers, configs)
     wanted = [
         (server, table)
         for table, config in enumerate(configs)
         for server in range(len(servers))
-        if homes[table] in (None, server)
+        if table_servers[table] in (None, server)
     ]
     answers = servers.ask(
         [
@@ -55,19 +55,19 @@ def attach(servers: Servers, configs: Sequence[TableConfig]) -> list[AttachedTab
 def balanced(configs: Sequence[TableConfig], servers: int) -> list[int]:
     """A server for each whole table: the largest first, each to where there is least."""
     loads = [0] * servers
-    homes = [0] * len(configs)
+    table_servers = [0] * len(configs)
     sizes = [config.num_embeddings * config.embedding_dim for config in configs]
     for table in sorted(range(len(configs)), key=lambda at: (-sizes[at], configs[at].name)):
-        homes[table] = loads.index(min(loads))
-        loads[homes[table]] += sizes[table]
-    return homes
+        table_servers[table] = loads.index(min(loads))
+        loads[table_servers[table]] += sizes[table]
+    return table_servers
 
 
-def _homes(servers: Servers, configs: Sequence[TableConfig]) -> list[int | None]:
+def _table_servers(servers: Servers, configs: Sequence[TableConfig]) -> list[int | None]:
     whole = [at for at, config in enumerate(configs) if _is_whole(config)]
-    homes: list[int | None] = [None] * len(configs)
+    table_servers: list[int | None] = [None] * len(configs)
     if not whole:
-        return homes
+        return table_servers
     known = {
         table["name"]: server
         for server, found in enumerate(servers.stats() if len(servers) > 1 else [])
@@ -75,8 +75,8 @@ def _homes(servers: Servers, configs: Sequence[TableConfig]) -> list[int | None]
     }
     places = balanced([configs[at] for at in whole], len(servers))
     for at, place in zip(whole, places, strict=True):
-        homes[at] = known.get(configs[at].name, place)
-    return homes
+        table_servers[at] = known.get(configs[at].name, place)
+    return table_servers
 
 
 def _is_whole(config: TableConfig) -> bool:

@@ -70,7 +70,7 @@ class Layout:
         rows: How many rows each has.
         sharding: The same for all.
         servers: How many there are.
-        homes: With ``Sharding.TABLE``: the server of each table.
+        table_servers: With ``Sharding.TABLE``: the server of each table.
 
     Attributes:
         is_ordered: Whether all rows found are in the order of their ids.
@@ -83,7 +83,7 @@ class Layout:
         rows: Sequence[int],
         sharding: Sharding,
         servers: int,
-        homes: Sequence[int],
+        table_servers: Sequence[int],
     ) -> None:
         is_hashed = sharding is Sharding.HASH and servers > 1
         self.is_ordered = len(rows) == 1 and not is_hashed
@@ -91,8 +91,8 @@ class Layout:
         self._rows = tuple(rows)
         self._sharding = sharding
         self._servers = servers
-        self._homes = tuple(homes)
-        self.packed = _packed(rows, sharding, servers, homes)
+        self._table_servers = tuple(table_servers)
+        self.packed = _packed(rows, sharding, servers, table_servers)
 
     def find(self, ids: Sequence[Ints]) -> DistinctRows:
         """The distinct rows behind the ids of each table.
@@ -130,7 +130,7 @@ class Layout:
 
     def _owners(self, table: int, ids: Ints) -> Ints:
         if self._sharding is Sharding.TABLE:
-            return np.full(len(ids), self._homes[table], np.int64)
+            return np.full(len(ids), self._table_servers[table], np.int64)
         return owners(self._sharding, self._rows[table], self._servers, ids)
 
     def _check(self, table: int, ids: Ints) -> None:
@@ -146,9 +146,11 @@ class Layout:
             )
 
 
-def _packed(rows: Sequence[int], sharding: Sharding, servers: int, homes: Sequence[int]) -> bytes:
+def _packed(
+    rows: Sequence[int], sharding: Sharding, servers: int, table_servers: Sequence[int]
+) -> bytes:
     """As ``Layout`` of ``native/ps/plan.c``. Cut by rows on one server is whole on that server."""
     is_whole = sharding is Sharding.TABLE or servers == 1
-    homes = homes if sharding is Sharding.TABLE else [0] * len(rows)
+    table_servers = table_servers if sharding is Sharding.TABLE else [0] * len(rows)
     kind = 0 if is_whole else 1 if sharding is Sharding.HASH else 2
-    return np.array([len(rows), servers, kind, *rows, *homes], np.int64).tobytes()
+    return np.array([len(rows), servers, kind, *rows, *table_servers], np.int64).tobytes()

@@ -44,7 +44,7 @@ class AttachedTable:
         return self.config.spec().padding_idx
 
     @cached_property
-    def home(self) -> int:
+    def first_server(self) -> int:
         """The first server that has a part of it; the only one with ``Sharding.TABLE``."""
         return next(at for at, number in enumerate(self.numbers) if number >= 0)
 
@@ -116,7 +116,7 @@ class Group:
             [config.num_embeddings for config in configs],
             key.sharding,
             servers,
-            [table.home for table in attached],
+            [table.first_server for table in attached],
         )
         self._lrs: list[float] | None = None
         self._records_lrs = b""

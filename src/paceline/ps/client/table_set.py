@@ -186,7 +186,7 @@ class TableSet:
             return False
         if table.config.pooling == "server":
             return True
-        first = table.home * len(group.tables) + at
+        first = table.first_server * len(group.tables) + at
         return _is_smaller(bags, int(starts[first + 1] - starts[first]), group.row_bytes)
 
     def groups_of(self, inputs: Batch) -> list[Group]:

@@ -99,7 +99,7 @@ class _Facts:
     """What one look at all integers of a message says about each of its sections.
 
     The checks of a section cost as much as its work when it is small: here one call of numpy is
-    for all of them. Where the quick answer is no, the section is looked at by itself.
+    for all of them. Where that check says no, each section is looked at by itself.
     """
 
     def __init__(self, message: Message) -> None:

@@ -70,7 +70,7 @@ class EpochSample:
 
 @dataclass(frozen=True)
 class TrainerResult:
-    """What a trainer brings home: its counted epochs by the name of the route."""
+    """What a trainer returns: its counted epochs by the name of the route."""
 
     trainer: int
     samples: dict[str, list[EpochSample]]
