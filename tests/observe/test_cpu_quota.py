@@ -47,7 +47,7 @@ from paceline.observe.process_usage import ProcessUsage
 usage = ProcessUsage()
 began = usage.throttled_ns
 while usage.throttled_ns == began:  # the test's deadline ends it if the kernel never throttles
-    usage._next_memory_s = 0.0
+    usage._next_s = usage._next_memory_s = 0.0
     usage.refresh()
 print("throttled")
 """

@@ -80,5 +80,8 @@ def tell_forward(observer: StepObserver, inputs: tuple[Any, ...], kwargs: dict[s
 
 def batch_size(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Guess how many samples a forward has: the first dimension of its first tensor; else 0."""
-    sizes = (int(each.shape[0]) for each in tensors_in((inputs, kwargs)) if each.dim())
+    first = inputs[0] if inputs else None
+    if isinstance(first, torch.Tensor) and first.dim():  # nearly always
+        return first.size(0)
+    sizes = (each.size(0) for each in tensors_in((inputs, kwargs)) if each.dim())
     return next(sizes, 0)

@@ -44,6 +44,8 @@ class Logged:
             self._loss = loss
         if samples is not None:
             self._samples = (self._samples or 0) + samples
+        if not numbers:
+            return
         self._numbers |= numbers
         if len(self._numbers) > MAX_NUMBERS:
             self._numbers = dict(list(self._numbers.items())[:MAX_NUMBERS])
@@ -59,9 +61,9 @@ class Logged:
         if self._loss is None and self._samples is None and not self._numbers:
             return _NOTHING
         loss = math.nan if self._loss is None else float(self._loss)
-        values = LoggedValues(
-            loss, self._samples, tuple((k, float(v)) for k, v in self._numbers.items())
-        )
+        named = self._numbers
+        numbers = tuple((k, float(v)) for k, v in named.items()) if named else ()
+        values = LoggedValues(loss, self._samples, numbers)
         self._loss, self._samples, self._numbers = None, None, {}
         return values
 
@@ -109,7 +111,7 @@ def _check(name: str, value: Any) -> Any:
     """Return a float, or a copy of a tensor that would have to be waited for."""
     if isinstance(value, float):
         return value
-    if hasattr(value, "detach") and hasattr(value, "numel"):
+    if hasattr(value, "is_cpu"):
         return _check_tensor(name, value)
     if isinstance(value, abstract.Real):
         return float(value)
@@ -120,13 +122,15 @@ def _check(name: str, value: Any) -> Any:
 
 
 def _check_tensor(name: str, tensor: Any) -> Any:
+    if tensor.is_cpu and tensor.numel() == 1:
+        number = tensor.item()  # the only call of torch in most steps
+        if not isinstance(number, complex):
+            return float(number)
     if tensor.numel() != 1 or tensor.is_complex():
         raise ArgumentTypeError(
             f"paceline.log({name}=...) takes a number or a tensor with one element, not a tensor "
             f"of shape {tuple(tensor.shape)} and {tensor.dtype}: take its mean() or its sum()"
         )
-    if tensor.device.type == "cpu":
-        return float(tensor.detach())
     return tensor.detach().clone()  # the script may write to it before we read it
 
 

@@ -43,8 +43,7 @@ class ProcessUsage:
         self.rss_bytes = 0
         self._cpu_stat = find_cpu_stat()
         self._delays_ns: dict[str, int] = {}
-        self._next_delays_s = 0.0
-        self._next_memory_s = 0.0
+        self._next_s = self._next_delays_s = self._next_memory_s = 0.0
         self.sample()
         self.refresh()
         self.run_delay_ns = 0  # before this object was made
@@ -55,9 +54,11 @@ class ProcessUsage:
         self.cpu_ns = int((usage.ru_utime + usage.ru_stime) * 1e9)
         self.major_faults = usage.ru_majflt
 
-    def refresh(self) -> None:
-        """Ask for the rest, if it is time to."""
+    def refresh(self) -> bool:
+        """Ask for the rest, if it is time to; say whether it was."""
         now_s = time.monotonic()
+        if now_s < self._next_s:
+            return False
         if now_s >= self._next_delays_s:
             self._read_delays()
             took_s = time.monotonic() - now_s
@@ -68,6 +69,8 @@ class ProcessUsage:
                 self.rss_bytes = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
             if self._cpu_stat is not None:
                 self.throttled_ns = read_throttled_ns(self._cpu_stat)
+        self._next_s = min(self._next_delays_s, self._next_memory_s)
+        return True
 
     def _read_delays(self) -> None:
         """Add what each thread was delayed; threads come and go, so the sum is not enough."""

@@ -83,18 +83,17 @@ class Recorder:
     def add_pending(self, step: PendingStep, last_rank: Callable[[int], int] | None) -> None:
         """A step is reduced."""
         self.pending.append(step)
-        if last_rank is not None and step.reduced >= self._next_last_rank_ns and step.columns[0]:
+        if last_rank is not None and step.reduced >= self._next_last_rank_ns and step.sizes:
             # It reads the stamps of every rank: not in every step.
             self._next_last_rank_ns = step.reduced + _LAST_RANK_EVERY_NS
-            self._last_rank = last_rank(len(step.columns[0]) - 1)
+            self._last_rank = last_rank(len(step.sizes) - 1)
 
     def finish_steps(self, own: PendingStep | None, *, is_end: bool = False) -> None:
         """Write what is over: ``own``, and every step whose optimizer has stepped; or all."""
         steps, self.pending = self.pending, []
         try:
             values = logged.take()
-            self.usage.refresh()
-            if self.usage.throttled_ns > self._throttled_ns:
+            if self.usage.refresh() and self.usage.throttled_ns > self._throttled_ns:
                 self._note_throttled()
             for step in steps:
                 if step is own or step.optimizer_ended or is_end:
@@ -137,10 +136,12 @@ class Recorder:
         delay_ns = usage.run_delay_ns - self._delay_ns
         self._cpu_ns, self._faults = step.cpu_ns, step.major_faults
         self._delay_ns = usage.run_delay_ns
-        sizes, ready, began, ended = step.columns
-        if len(sizes) > codec.MAX_BUCKETS:
-            sizes, ready, began, ended = (each[: codec.MAX_BUCKETS] for each in step.columns)
-        count = len(sizes)
+        columns = step.sizes, step.ready, step.reductions_began, step.reductions_ended
+        count = len(step.sizes)
+        if count > codec.MAX_BUCKETS:
+            count = codec.MAX_BUCKETS
+            columns = tuple(each[:count] for each in columns)
+        sizes, ready, began, ended = columns
         body = codec.step_struct(count).pack(
             step.step,
             step.wrapper,

@@ -35,7 +35,8 @@ class BlockWriter:
         self._body_bytes = area.body_bytes
         self._number = 1
         self._block = 0
-        self._used = 0
+        self._next = area.offset
+        self._end = area.offset + area.block_bytes
 
     def append(self, body: bytes) -> None:
         """Write a record behind the newest.
@@ -43,17 +44,24 @@ class BlockWriter:
         Raises:
             ValueError: It is larger than half a block.
         """
-        area = self._area
         if len(body) > self._body_bytes:
             raise ValueError(f"a record of {len(body)} bytes; {self._body_bytes} is the most")
-        block, used, number = self._block, self._used, self._number
-        if used + RECORD_HEAD.size + len(body) > area.block_bytes:
-            block, used = (block + 1) % area.count, 0
-        begin = area.offset + block * area.block_bytes + used
+        begin, number = self._next, self._number
         record = encode_record(number, body)
-        self._memory[begin : begin + len(record)] = record
-        self._block, self._number = block, number + 1
-        self._used = -(-(used + len(record)) // _ALIGN) * _ALIGN
+        end = begin + len(record)
+        if end > self._end:
+            begin = self._start_block()
+            end = begin + len(record)
+        self._memory[begin:end] = record
+        self._number = number + 1
+        self._next = -(-end // _ALIGN) * _ALIGN
+
+    def _start_block(self) -> int:
+        area = self._area
+        self._block = (self._block + 1) % area.count
+        begin = area.offset + self._block * area.block_bytes
+        self._end = begin + area.block_bytes
+        return begin
 
 
 def read_blocks(data: bytes, area: Blocks) -> list[bytes]:

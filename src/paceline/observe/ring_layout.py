@@ -47,7 +47,7 @@ MAX_BYTES = 1 << 30
 HEAD = struct.Struct("<8sIxxxxQ")
 HEAD_CRC = struct.Struct("<I")
 RECORD_HEAD = struct.Struct("<QII")
-_NUMBER_AND_SIZE = struct.Struct("<QI")
+_NUMBER_AND_SIZE, _CRC = struct.Struct("<QI"), struct.Struct("<I")
 
 ACTIVITY_BITS = 4
 STEP_BITS = 8
@@ -106,7 +106,8 @@ def encode_head(file_bytes: int) -> bytes:
 
 def encode_record(number: int, body: bytes) -> bytes:
     """Return a record."""
-    return RECORD_HEAD.pack(number, len(body), checksum(number, body)) + body
+    head = _NUMBER_AND_SIZE.pack(number, len(body))
+    return head + _CRC.pack(zlib.crc32(body, zlib.crc32(head))) + body
 
 
 def decode_record(data: bytes | memoryview, offset: int, limit: int) -> tuple[int, bytes]:

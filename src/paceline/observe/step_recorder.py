@@ -39,43 +39,21 @@ _now_ns = time.perf_counter_ns
 
 
 class PendingStep:
-    """A step whose gradients are reduced and whose record is not written yet.
+    """A step whose record is not written yet: it is under way, or reduced and not over.
 
     It holds lists of stamps, never the wrapper: a recorder that waits for the next forward must not
-    keep a model alive.
+    keep a model alive. What has not happened is 0, here and in the record.
     """
 
-    __slots__ = (
-        "backward_began",
-        "backward_ended",
-        "began",
-        "columns",
-        "cpu_ns",
-        "forward_began",
-        "forward_ended",
-        "is_over",
-        "major_faults",
-        "optimizer_began",
-        "optimizer_ended",
-        "outcome",
-        "reduced",
-        "samples",
-        "step",
-        "wrapper",
-    )
-
-    def __init__(self, wrapper: int, step: int, clock: StepClock, sizes: list[int]) -> None:
-        self.wrapper = wrapper
-        self.step = step
-        self.columns = (sizes, clock.ready, clock.began, clock.ended)
-        self.outcome = clock.outcome
-        self.backward_began = clock.backward_began
-        self.backward_ended = clock.backward_ended or clock.backward_began
-        self.reduced = max(clock.ended, default=0) or clock.step_ended
-        self.began = self.forward_began = self.forward_ended = self.samples = 0
-        self.optimizer_began = self.optimizer_ended = 0
-        self.cpu_ns = self.major_faults = 0
-        self.is_over = False
+    wrapper = step = samples = cpu_ns = major_faults = 0
+    began = forward_began = forward_ended = backward_began = backward_ended = reduced = 0
+    optimizer_began = optimizer_ended = 0
+    sizes: Sequence[int] = ()
+    ready: Sequence[int] = ()
+    reductions_began: Sequence[int] = ()
+    reductions_ended: Sequence[int] = ()
+    outcome = StepOutcome.FAILED
+    is_over = False
 
 
 class StepRecorder:
@@ -102,11 +80,8 @@ class StepRecorder:
         self._step = 1
         self._plan: Plan | None = None
         self._sizes: list[int] = []
+        self._current = PendingStep()
         self._pending: PendingStep | None = None
-        self._forget_forwards()
-
-    def _forget_forwards(self) -> None:
-        self._began = self._forward_began = self._forward_ended = self._samples = 0
 
     # --- forward -------------------------------------------------------------------------------
 
@@ -120,10 +95,11 @@ class StepRecorder:
             recorder.outermost = self._wrapper
             recorder.set_activity(_FORWARD, now, self._step)
         if is_training:
-            self._samples += samples
-            if not self._forward_began:
-                self._forward_began = now
-                self._began = recorder.last_ended or now
+            step = self._current
+            step.samples += samples
+            if not step.forward_began:
+                step.forward_began = now
+                step.began = recorder.last_ended or now
 
     def on_forward_end(self, *, is_training: bool) -> None:
         """A forward has ended, well or not."""
@@ -132,7 +108,7 @@ class StepRecorder:
             return  # it ran inside of a backward
         now = _now_ns()
         if is_training:
-            self._forward_ended = now
+            self._current.forward_ended = now
         if recorder.outermost == self._wrapper:
             recorder.outermost = NOBODY
             recorder.set_activity(_LOSS if is_training else _INPUT, now, self._step)
@@ -144,7 +120,7 @@ class StepRecorder:
         if self._pending is not None and not self._pending.is_over:
             self._recorder.finish_steps(self._pending)
         if is_joined:
-            self._began = self._recorder.last_ended or clock.backward_began
+            self._current.began = self._recorder.last_ended or clock.backward_began
         activity = _WAITING if is_joined else _BACKWARD
         self._recorder.set_activity(activity, clock.backward_began, self._step)
 
@@ -159,26 +135,30 @@ class StepRecorder:
         recorder = self._recorder
         recorder.outermost = NOBODY
         recorder.last_ended = clock.step_ended
+        step, self._current = self._current, PendingStep()
+        self._step = steps + 1
         if clock.outcome is StepOutcome.FAILED:
-            self._step = steps + 1
             recorder.set_activity(_INPUT, clock.step_ended, self._step)
-            self._forget_forwards()
             return
         if clock.plan is not self._plan:
             self._describe_buckets(clock.plan, steps)
-        self._pending = self._make_pending(clock, steps)
+        self._fill_in(step, clock)
+        step.step = steps
+        self._pending = step
         recorder.set_activity(_REDUCED, clock.step_ended, steps)
-        recorder.add_pending(self._pending, last_rank)
-        self._step = steps + 1
+        recorder.add_pending(step, last_rank)
 
-    def _make_pending(self, clock: StepClock, steps: int) -> PendingStep:
-        pending = PendingStep(self._wrapper, steps, clock, self._sizes)
-        pending.began = self._began or self._forward_began or clock.backward_began
-        pending.forward_began = self._forward_began
-        pending.forward_ended = self._forward_ended
-        pending.samples = self._samples
-        self._forget_forwards()
-        return pending
+    def _fill_in(self, step: PendingStep, clock: StepClock) -> None:
+        """Take over what the clock has seen."""
+        began, ended = clock.backward_began, clock.ended
+        step.wrapper = self._wrapper
+        step.outcome = clock.outcome
+        step.began = step.began or began
+        step.backward_began = began
+        step.backward_ended = clock.backward_ended or began
+        step.reduced = max(ended, default=0) or clock.step_ended
+        step.sizes, step.ready = self._sizes, clock.ready
+        step.reductions_began, step.reductions_ended = clock.began, ended
 
     def _describe_buckets(self, plan: Plan | None, step: int) -> None:
         """Buckets were cut anew."""
