@@ -26,6 +26,8 @@ from typing import Any
 
 IDLE_S = 1.0
 """How long threads wait for work before they end."""
+END_S = 60.0
+"""How long the exit waits for a thread that was told to end: it has nothing else to do."""
 SIGNAL_CHECK_S = 0.2
 """How long a caller waits before it looks for signals: one that comes just before a wait does not
 end that wait, and a Ctrl-C would be lost."""
@@ -221,7 +223,7 @@ class Pool:
         for threads in idle:
             threads.dismiss()
         for threads in idle:
-            threads.wait_ended(timeout_s=1.0)
+            threads.wait_ended(END_S)
 
 
 POOL = Pool()
