@@ -33,6 +33,7 @@ LAYERS = (
         "gloo_threads",
         "exit_reason",
         "printable",
+        "thread_state",
         "torch_private",
         "types",
     },

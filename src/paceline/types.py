@@ -28,6 +28,23 @@ class JoinMirror(Protocol):
         """The join context has ended on every rank."""
 
 
+class ShardExchange(Protocol):
+    """How a SyncBatchNorm talks to all logical shards, while a wrapper runs them in turns.
+
+    The wrapper sets it on every such layer (``over_shards``) for a round.
+    """
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the shard that runs is this rank's first: it alone keeps running statistics."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all shards, in their order."""
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace the values by their sum over all shards."""
+
+
 class Reduction(Protocol):
     """A reduction in flight, as :meth:`Transport.start` hands it out."""
 

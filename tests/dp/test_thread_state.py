@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.dp.thread_state import shares_of
+from paceline.dp.intraop_threads import shares_of
 from tests.dp.compare import CPUS
 
 CPU = torch.device("cpu")

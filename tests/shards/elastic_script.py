@@ -54,15 +54,29 @@ state = elastic.State(
 )
 
 
+def train_round(batch: Any) -> None:
+    """One round; ranks may die before each of their shards."""
+    owned = iter(ddp.shard_shares.owned)
+    last = ddp.shard_shares.owned[-1]
+
+    def train_shard(micro: Any) -> None:
+        shard = next(owned)
+        fault("last shard" if shard == last else "shard", state.step)
+        run_shard(case, ddp, shard, *micro)
+
+    if case.in_turns:
+        ddp.run_shards(batch, train_shard)
+        return
+    for micro in ddp.shards(batch):
+        train_shard(micro)
+
+
 @elastic.run
 def train(state: elastic.State) -> None:
     while state.step < STEPS:
         loader.set_epoch(state.epoch)
         for number, batch in enumerate(loader, 1):
-            owned = ddp.shard_shares.owned
-            for shard, (x, y) in zip(owned, ddp.shards(batch), strict=True):
-                fault("last shard" if shard == owned[-1] else "shard", state.step)
-                run_shard(case, ddp, shard, x, y)
+            train_round(batch)
             if number % case.accumulate:
                 continue
             fault("between", state.step)

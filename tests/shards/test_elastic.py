@@ -42,16 +42,17 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "faults",
+    ("name", "faults"),
     [
-        [("shard", 4, 1), ("between", 12, 0)],
-        pytest.param([("last shard", 4, 2), ("shard", 9, 0)], marks=pytest.mark.slow),
+        ("cnn with dropout", [("shard", 4, 1), ("between", 12, 0)]),
+        pytest.param("synced", [("last shard", 4, 2), ("shard", 9, 0)], marks=pytest.mark.slow),
     ],
 )
-def test_killed_ranks(tmp_path: Path, faults: Sequence[Fault]) -> None:
+def test_killed_ranks(tmp_path: Path, name: str, faults: Sequence[Fault]) -> None:
     """The survivors go on with fewer ranks, then with a replacement."""
-    ended = jobs.run_job(tmp_path, steps=STEPS, options={"faults": faults}, pause_s=0.1)
-    check(ended, faults=len(faults))
+    options = {"faults": faults, "case": name}
+    ended = jobs.run_job(tmp_path, steps=STEPS, options=options, pause_s=0.1)
+    check(ended, faults=len(faults), name=name)
     assert len(ended.events()) > 1
 
 

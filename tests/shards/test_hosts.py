@@ -9,7 +9,7 @@ from tests.shards.one_rank import FOUR_MODELS, on_one_rank
 from tests.shards.trainings import train_all
 
 test_hosts.__test__ = False  # type: ignore[attr-defined]
-NAMES = ("cnn", "embedding", "unused", "weighted")
+NAMES = ("cnn", "embedding", "unused", "weighted", "synced")
 
 
 @pytest.mark.skipif(hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason()))

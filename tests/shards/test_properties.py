@@ -67,6 +67,8 @@ class Model(nn.Module):
                 made.append(nn.Linear(width, width := 5 + 3 * index))
             elif kind == "norm":
                 made.append(nn.BatchNorm1d(width))
+            elif kind == "sync":
+                made.append(paceline.nn.SyncBatchNorm(width))
             elif kind == "words":
                 made.append(nn.Embedding(30, width, sparse=True))
             else:
@@ -91,7 +93,7 @@ class Model(nn.Module):
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
     shards = draw(st.integers(1, 9))
-    kinds = st.sampled_from(["linear", "norm", "dropout", "words", "maybe"])
+    kinds = st.sampled_from(["linear", "norm", "sync", "dropout", "words", "maybe"])
     most = min(WORLD, shards)
     return Example(
         layers=tuple(draw(st.lists(kinds, min_size=1, max_size=4))),
@@ -145,13 +147,19 @@ class Training:
                 self.loader.set_epoch(self.loader.epoch + 1)
 
     def _run(self, batch: Any) -> None:
+        if "sync" in self.example.layers:
+            self.ddp.run_shards(batch, self._run_shard)
+            return
         owned = self.ddp.shard_shares.owned
         for shard, (x, y) in zip(owned, self.ddp.shards(batch), strict=True):
             if self.example.is_weighted:
                 with self.ddp.weighted((shard * 5) % 4):
                     F.mse_loss(self.ddp(x), y).backward()
             else:
-                F.mse_loss(self.ddp(x), y).backward()
+                self._run_shard((x, y))
+
+    def _run_shard(self, micro: Any) -> None:
+        F.mse_loss(self.ddp(micro[0]), micro[1]).backward()
 
     def share_state(self) -> None:
         """Copy rank 0's state to all, members or not."""

@@ -37,6 +37,37 @@ class Small(nn.Module):
         return self.out(y.flatten(1))
 
 
+class Synced(nn.Module):
+    """SyncBatchNorm over all shards, twice, beside a BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = paceline.nn.SyncBatchNorm(4, momentum=None)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.own = nn.BatchNorm2d(4)
+        self.dropout = nn.Dropout(0.2)
+        self.out = nn.Linear(4 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm(self.conv(x.view(-1, 1, 4, 4))))
+        y = self.own(y + self.dropout(self.norm(self.again(y))))
+        return self.out(y.flatten(1))
+
+
+class SyncedWords(nn.Module):
+    """The same with an embedding whose gradients are sparse, and branches that go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = Words()
+        self.norm = paceline.nn.SyncBatchNorm(5)
+        self.gated = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.words(x)) + self.gated(x)
+
+
 class Words(nn.Module):
     """Embeddings with sparse gradients."""
 
@@ -113,6 +144,7 @@ class Case:
         breaks: In this step a sample is NaN.
         shards: How many.
         hook: Registered on the wrapper.
+        in_turns: Layers need all shards at once.
     """
 
     make: Callable[[], nn.Module]
@@ -125,6 +157,7 @@ class Case:
     breaks: int = -1
     shards: int = SHARDS
     hook: str = ""
+    in_turns: bool = False
 
 
 CASES = {
@@ -140,6 +173,13 @@ CASES = {
     "torch's views": Case(mlp, sgd, {"gradient_as_bucket_view": True}, accumulate=3),
     "no power of two": Case(Small, adamw, shards=11),
     "bf16": Case(mlp, sgd, {"bucket_cap_mb": 0.0005}, hook="bf16_compress_hook"),
+    "synced": Case(
+        Synced, adamw, {"bucket_cap_mb": 0.0005}, accumulate=2, decays=True, in_turns=True
+    ),
+    "synced words": Case(
+        SyncedWords, sgd, {"find_unused_parameters": True}, shards=7, in_turns=True
+    ),
+    "synced bf16": Case(Synced, sgd, clips=True, hook="bf16_compress_hook", in_turns=True),
     "fp16": Case(mlp, sgd, is_weighted=True, hook="fp16_compress_hook"),
 }
 
@@ -217,6 +257,9 @@ def train(case: Case, steps: int, *, transport: str = "auto", **loading: Any) ->
 
 
 def run_round(case: Case, ddp: Any, batch: Any) -> None:
+    if case.in_turns:
+        ddp.run_shards(batch, lambda micro: run_shard(case, ddp, 0, *micro))
+        return
     for shard, (x, y) in zip(ddp.shard_shares.owned, ddp.shards(batch), strict=True):
         run_shard(case, ddp, shard, x, y)
 

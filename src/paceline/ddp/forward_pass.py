@@ -77,7 +77,7 @@ class ForwardPass:
         if torch.is_grad_enabled():
             if ddp._shard_rounds is not None and not is_inside_backward():
                 ddp._shard_rounds.on_forward()
-            self._begin(ddp, reducer, inputs, kwargs)
+            self.begin(ddp, reducer, inputs, kwargs)
         if reducer.clock.observer is not None:
             tell_forward(reducer.clock.observer, inputs, kwargs)
         if ddp._join_config.enable:
@@ -95,9 +95,10 @@ class ForwardPass:
         if ddp._delayed is not None:
             ddp._delayed.take_over_optimizers()
 
-    def _begin(
-        self, ddp: DistributedDataParallel, reducer: Reducer, inputs: Any, kwargs: Any
+    def begin(
+        self, ddp: DistributedDataParallel, reducer: Reducer, inputs: Any = (), kwargs: Any = None
     ) -> None:
+        """A forward with gradients begins: make its step possible, if it is synchronised."""
         if reducer.drift.abandoned:
             reducer.drift.begin_again((inputs, kwargs))
         if not ddp.require_backward_grad_sync or is_inside_backward():

@@ -7,8 +7,8 @@ A base of :class:`paceline.ddp.wrapper.DistributedDataParallel`. The loop itself
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from paceline import hooks
 from paceline.config import Shards
 from paceline.ddp.features.buffers import BufferSync
 from paceline.ddp.features.shard_buffers import ShardBuffers
+from paceline.ddp.features.shard_meeting import ShardMeeting
 from paceline.ddp.features.shard_record import ShardRecord
 from paceline.ddp.features.shard_rounds import ShardRounds
 from paceline.ddp.reduce.reducer import Reducer
@@ -24,6 +25,8 @@ from paceline.ddp.without_shards import CONSTRUCTOR_ARGUMENTS, excludes_shards
 from paceline.errors import ArgumentTypeError, ConfigurationError
 from paceline.shards.tree import Shares
 from paceline.torch_private.modules import TorchDDP, TorchSyncBatchNorm
+
+T = TypeVar("T")
 
 
 class ShardedTraining:
@@ -55,7 +58,31 @@ class ShardedTraining:
                 self.reducer,
                 ShardBuffers(self._buffer_sync),
                 ShardRecord(self.module, sums.policy.checksum_every),
+                ShardMeeting(self.module),
             )
+
+    def run_shards(self, batch: Any, function: Callable[[Any], T]) -> list[T]:
+        """Run a function for each shard of this rank; the gradients are those of all shards.
+
+        The same as the loop ``for micro in ddp.shards(batch): function(micro)``, and needed for
+        models with ``paceline.nn.SyncBatchNorm``, which normalises over all shards: they run in
+        turns then, on threads of their own, each up to the next of these layers::
+
+            def train_shard(micro):
+                inputs, targets = micro
+                loss(ddp(inputs), targets).backward()
+
+            ddp.run_shards(batch, train_shard)
+            optimizer.step()
+
+        Args:
+            batch: As of :meth:`shards`.
+            function: Runs one forward and one backward. Only one runs at a time.
+
+        Returns:
+            What the function has returned for each shard.
+        """
+        return self._rounds("run_shards()").run_all(self, batch, function)  # type: ignore[arg-type]
 
     def shards(self, batch: Any) -> Iterator[Any]:
         """Yield a micro-batch for each shard of this rank; the gradients are those of all shards.
@@ -156,11 +183,7 @@ def choose_shards(shards: Any, others: dict[str, Any]) -> Shards | None:
 def _check_module(module: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, TorchSyncBatchNorm):
-            raise ConfigurationError(
-                f"{name or 'the module'} is a SyncBatchNorm, which needs all shards at once, but a "
-                "rank runs its shards one after the other. Use BatchNorm: each shard has its own "
-                "statistics, the same at any number of ranks."
-            )
+            _check_norm(name or "the module", part)
         if isinstance(part, TorchDDP):
             raise ConfigurationError(
                 f"{name} is a wrapper inside of a wrapper with shards, and would average in the "
@@ -170,6 +193,25 @@ def _check_module(module: torch.nn.Module) -> None:
         raise ConfigurationError(
             "An optimizer that steps in the backward and shards exclude each other: gradients are "
             "complete only after the last shard."
+        )
+
+
+def _check_norm(name: str, norm: Any) -> None:
+    if not hasattr(norm, "over_shards"):
+        raise ConfigurationError(
+            f"{name} is torch's SyncBatchNorm, which knows no shards. Take "
+            "paceline.nn.SyncBatchNorm.convert_sync_batchnorm(module)."
+        )
+    if norm.process_group is not None:
+        raise ConfigurationError(
+            f"{name} is a SyncBatchNorm with a process_group, but with shards it normalises over "
+            "all shards. Leave process_group out."
+        )
+    if any(p.device.type != "cpu" for p in (*norm.parameters(), *norm.buffers())):
+        raise ConfigurationError(
+            f"{name} is a SyncBatchNorm on an accelerator, whose backward passes run on one "
+            "thread: shards cannot wait for each other there. Use BatchNorm: each shard has its "
+            "own statistics, the same at any number of ranks."
         )
 
 

@@ -13,9 +13,10 @@ import torch
 
 from paceline.containers import first_tensor
 from paceline.dp.devices import CPU, DeviceLike, DeviceScope, accelerator_type, parse_device
+from paceline.dp.intraop_threads import divide_intraop_threads
 from paceline.dp.replica_threads import POOL, Job, Outcome
-from paceline.dp.thread_state import ThreadState, divide_intraop_threads, in_callers_context
 from paceline.errors import PacelineError, ReplicaCountError
+from paceline.thread_state import ThreadState, in_callers_context
 
 
 def parallel_apply(

@@ -77,7 +77,7 @@ class ReplicaThreads:
 
     def __init__(self, size: int, retire: Callable[[ReplicaThreads], bool]) -> None:
         self.shares: tuple[int, ...] = ()
-        """Intra-op threads that each may use; kept here by ``thread_state.py``."""
+        """Intra-op threads that each may use; kept here by ``intraop_threads.py``."""
         self.is_broken = False
         self._inboxes: list[SimpleQueue[Order | None]] = [SimpleQueue() for _ in range(size)]
         self._threads = [

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from paceline.nn.exchange import Exchange
+from paceline.types import ShardExchange
 
 
 class BatchStats(NamedTuple):
@@ -53,8 +54,8 @@ def local_stats(values: torch.Tensor) -> BatchStats:
     return BatchStats(mean, var, count)
 
 
-def gather_stats(mine: BatchStats, exchange: Exchange) -> BatchStats:
-    """Combine the statistics of all ranks: one collective."""
+def gather_stats(mine: BatchStats, exchange: Exchange | ShardExchange) -> BatchStats:
+    """Combine the statistics of all ranks, or of all shards: one collective."""
     return combine(exchange.gather(torch.cat(mine)))
 
 
@@ -81,7 +82,7 @@ class NormalizeOverRanks(torch.autograd.Function):
         bias: torch.Tensor | None,
         stats: BatchStats,
         eps: float,
-        exchange: Exchange,
+        exchange: Exchange | ShardExchange,
     ) -> torch.Tensor:
         """Normalise; ``stats`` are those of all ranks."""
         context: Any = ctx

@@ -23,6 +23,7 @@ from paceline.torch_private.modules import (
     TorchSyncBatchNorm,
     knows_sync_batch_norm,
 )
+from paceline.types import ShardExchange
 
 
 class SyncBatchNorm(TorchSyncBatchNorm):
@@ -42,6 +43,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
 
     # Set inside of a join context only, by NormMirror.
     _exchange: Exchange | None = None
+    # Set inside of a round over shards only, by the wrapper.
+    over_shards: ShardExchange | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise a batch; every rank of the group must call it.
@@ -52,6 +55,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         """
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
+        if self.over_shards is not None and self.training:
+            return self._normalize_over_ranks(input, self._count_batch(), self.over_shards)
         group = self._group_to_sync()
         if group is not None and knows_sync_batch_norm(input.device):
             return super().forward(input)
@@ -93,10 +98,15 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         if not (self.training and self.track_running_stats):
             return self.momentum or 0.0
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
+        if self._keeps_statistics():
+            self.num_batches_tracked.add_(1)
         if self.momentum is None:
             return 1.0 / float(self.num_batches_tracked)
         return self.momentum
+
+    def _keeps_statistics(self) -> bool:
+        """All shards have the same statistics: the first one of a rank keeps them."""
+        return self.over_shards is None or self.over_shards.is_first
 
     def _normalize_alone(self, input: torch.Tensor, momentum: float) -> torch.Tensor:
         uses_batch = self.training or self.running_mean is None
@@ -113,13 +123,13 @@ class SyncBatchNorm(TorchSyncBatchNorm):
         )
 
     def _normalize_over_ranks(
-        self, input: torch.Tensor, momentum: float, exchange: Exchange
+        self, input: torch.Tensor, momentum: float, exchange: Exchange | ShardExchange
     ) -> torch.Tensor:
         with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
             stats = gather_stats(local_stats(input), exchange)
             count = float(stats.total)
             self._check_count(count, input)
-            if self.track_running_stats and count:
+            if self.track_running_stats and count and self._keeps_statistics():
                 self._update_running(stats, count, momentum)
         output: torch.Tensor = NormalizeOverRanks.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, stats, self.eps, exchange

@@ -12,7 +12,7 @@ in the same round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -21,6 +21,9 @@ from paceline.shards.sums import Gradients, PartStack
 from paceline.shards.tree import Shares
 from paceline.shards.tree_sum import start_tree_sum
 from paceline.torch_private.autograd import preserve_versions
+
+Changed = dict[str, torch.Tensor]
+"""Buffers by name, as a shard has made them."""
 
 
 class ShardBuffers:
@@ -34,23 +37,41 @@ class ShardBuffers:
         """Begin anew, with another group."""
         self._known = set()
 
-    def open(self, shares: Shares) -> None:
-        """Begin a round: what is there now is where every shard begins."""
+    def open(self, shares: Shares, without: Collection[str] = ()) -> None:
+        """Begin a round: what is there now is where every shard begins.
+
+        Those ``without`` are the same for all shards anyway.
+        """
         self._sync.refresh()
         self._shares = shares
-        self._named = dict(self._sync.named)
+        self._named = {n: buffer for n, buffer in self._sync.named.items() if n not in without}
         self._base = {name: buffer.clone() for name, buffer in self._named.items()}
-        self._found: list[dict[str, torch.Tensor]] = []
+        self._found: list[Changed] = []
 
     def take(self) -> None:
         """A shard has run: keep what it has changed, and put the buffers back."""
+        self.add(self.lift())
+
+    def add(self, changed: Changed) -> None:
+        """Keep what the next shard has changed."""
+        self._found.append(changed)
+
+    def lift(self) -> Changed:
+        """Return what the present shard has changed, and put the buffers back."""
         changed = {}
         with torch.no_grad(), preserve_versions(tuple(self._named.values())):
             for name, buffer in self._named.items():
                 if not _is_same(buffer, self._base[name]):
                     changed[name] = buffer.clone()
                     buffer.copy_(self._base[name])
-        self._found.append(changed)
+        return changed
+
+    def put(self, changed: Changed) -> None:
+        """Let a shard go on with what it had changed before."""
+        if changed:
+            with torch.no_grad(), preserve_versions(tuple(self._named.values())):
+                for name, value in changed.items():
+                    self._named[name].copy_(value)
 
     def close(self) -> None:
         """Give all ranks the buffers of the next round. Collective, if there are buffers."""

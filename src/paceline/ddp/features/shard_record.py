@@ -29,7 +29,7 @@ class ShardRecord:
         if folder and every:
             self._writer = ChecksumWriter(folder, recorded_rank(dist.get_rank()))
         self._found: RoundChecksums | None = None
-        self._input = ""
+        self._inputs: dict[int, str] = {}
 
     def open(self, number: int, rank: int) -> None:
         """A round begins; rank 0 looks at the state that all ranks have."""
@@ -45,15 +45,15 @@ class ShardRecord:
                 (name, f"{value:016x}") for (name, _), value in zip(named, sums, strict=True)
             )
 
-    def take_input(self, micro: Any) -> None:
+    def take_input(self, shard: int, micro: Any) -> None:
         """A shard begins with this micro-batch."""
         if self._found is not None:
-            self._input = _checksum(micro)
+            self._inputs[shard] = _checksum(micro)
 
     def take_output(self, shard: int, output: Any) -> None:
         """The module has made this of it."""
         if self._found is not None:
-            self._found.shards[shard] = (self._input, _checksum(output))
+            self._found.shards[shard] = (self._inputs[shard], _checksum(output))
 
     def close(self) -> None:
         """The round is complete."""

@@ -1,22 +1,20 @@
-"""What torch keeps per thread, carried from the caller to the threads of the replicas.
+"""What torch keeps per thread, carried from a caller to threads that work for it.
 
-Called by :mod:`paceline.dp.parallel_apply`. Grad mode, inference mode, autocast and the number of
-intra-op threads belong to a thread; context variables too. Default dtype and the deterministic
-flags belong to the process, so there is nothing to carry.
+Called by ``dp`` for the threads of replicas, and by ``ddp`` for those of shards. Grad mode,
+inference mode and autocast belong to a thread; context variables too. Default dtype and the
+deterministic flags belong to the process, so there is nothing to carry. New threads begin with the
+process's number of intra-op threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-
-from paceline.dp.devices import accelerator_type
-from paceline.dp.replica_threads import ReplicaThreads
 
 T = TypeVar("T")
 
@@ -48,8 +46,8 @@ class ThreadState:
     @classmethod
     def capture(cls) -> ThreadState:
         """Read the state of this thread."""
-        accelerator = accelerator_type()
-        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kinds = ("cpu",) if found is None else ("cpu", found.type)
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -82,47 +80,3 @@ def in_callers_context(job: Callable[[], T]) -> Callable[[], T]:
     """Let a job see the context variables that its maker sees now."""
     context = contextvars.copy_context()
     return lambda: context.run(job)
-
-
-def shares_of(total: int, devices: Sequence[torch.device]) -> tuple[int, ...]:
-    """Divide the intra-op threads among the replicas on the CPU; others need theirs only to launch.
-
-    Every replica has at least one.
-    """
-    on_cpu = sum(device.type == "cpu" for device in devices)
-    shares = []
-    cpu_seen = 0
-    for device in devices:
-        if device.type != "cpu":
-            shares.append(total)
-            continue
-        shares.append(max(1, total // on_cpu + (cpu_seen < total % on_cpu)))
-        cpu_seen += 1
-    return tuple(shares)
-
-
-def divide_intraop_threads(threads: ReplicaThreads, devices: Sequence[torch.device]) -> None:
-    """Give each thread its share of what the caller may use; cheap if it has it already.
-
-    ``torch.set_num_threads`` sets the number of its own thread, and what threads begin with that
-    have not computed yet. The latter is put back at once.
-    """
-    total = torch.get_num_threads()
-    shares = shares_of(total, devices)
-    if threads.shares == shares:
-        return
-    try:
-        for outcome in threads.run([_setter(share) for share in shares]):
-            if outcome.error is not None:
-                raise outcome.error
-    finally:
-        torch.set_num_threads(total)
-    threads.shares = shares
-
-
-def _setter(share: int) -> Callable[[], None]:
-    def set_share() -> None:
-        torch.get_num_threads()  # a thread that has not computed would begin with the default
-        torch.set_num_threads(share)
-
-    return set_share
