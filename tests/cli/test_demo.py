@@ -59,6 +59,7 @@ class TestDemo:
         assert "training: 16 of 16, loss" in result.stderr
         assert "Traceback" not in result.stderr
 
+    @pytest.mark.slow
     def test_says_when_it_did_not_learn(self) -> None:
         pytest.importorskip("sklearn", reason="needs scikit-learn")
         result = paceline("demo", "--epochs", "1", "--ranks", "1")
@@ -89,7 +90,8 @@ class TestDemo:
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
             _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
-        assert errors == "paceline: interrupted; all ranks are stopped\n"
+        assert errors.endswith("paceline: interrupted; all ranks are stopped\n")
+        assert "Traceback" not in errors
         assert wait_group_gone(process.pid)
 
 
