@@ -20,7 +20,7 @@ def test_undisturbed(tmp_path: Path) -> None:
     assert [event["epoch"] for event in ended.events()] == [0]
 
 
-@pytest.mark.parametrize("point", ["forward", "bucket", "between", "optimizer", "commit"])
+@pytest.mark.parametrize("point", ["bucket", "between"])  # all: test_fault_matrix.py
 def test_a_killed_rank_comes_back(tmp_path: Path, point: str) -> None:
     ended = run_job(tmp_path, faults=[("kill", point, 5, 1)], hold_s=60.0)
     check(ended, faults=1, world=3)
@@ -37,7 +37,7 @@ def test_survivors_go_on_smaller_until_the_replacement_is_there(tmp_path: Path) 
     assert [event["world"] for event in ended.events()] == [3, 2, 3]
 
 
-@pytest.mark.parametrize("kind", ["exit", "raise"])
+@pytest.mark.parametrize("kind", ["exit", pytest.param("raise", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_by_itself_comes_back(tmp_path: Path, kind: str) -> None:
     ended = run_job(tmp_path, faults=[(kind, "forward", 5, 2)], hold_s=60.0)
     check(ended, faults=1, world=3)

@@ -163,5 +163,6 @@ def test_a_script_that_knows_torch_only() -> None:
     assert their_losses == our_losses
 
 
+@pytest.mark.slow
 def test_sync_batch_norm_runs_on_cpu() -> None:
     assert run_script("sync", patch="1").startswith("paceline.ddp.wrapper")
