@@ -42,7 +42,8 @@ class ShardBuffers:
 
         Those ``without`` are the same for all shards anyway.
         """
-        self._sync.refresh()
+        if self._sync.named:
+            self._sync.refresh()
         self._shares = shares
         self._named = {n: buffer for n, buffer in self._sync.named.items() if n not in without}
         self._base = {name: buffer.clone() for name, buffer in self._named.items()}

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from paceline.ddp.features.shard_buffers import Changed, ShardBuffers
+from paceline.ddp.reduce.reducer import Reducer
 from paceline.shards.streams import OwnStreams, seed_all
 from paceline.shards.sums import Gradients
 from paceline.torch_private.modules import TorchDDP
@@ -41,7 +40,7 @@ class ShardPlaces:
     """The places of a rank's shards in one round.
 
     Args:
-        parameters: Whose gradients are exchanged.
+        reducer: Whose gradients are exchanged.
         buffers: Of the round.
         seeds: Of each shard's random streams.
         on_turn: Told whose turn it is.
@@ -49,12 +48,13 @@ class ShardPlaces:
 
     def __init__(
         self,
-        parameters: Sequence[torch.Tensor],
+        reducer: Reducer,
         buffers: ShardBuffers,
         seeds: Sequence[int],
         on_turn: Callable[[int], None],
     ) -> None:
-        self._parameters = parameters
+        self._parameters = reducer.parameters
+        self._end_local = reducer.runner.end_local
         self._buffers = buffers
         self._on_turn = on_turn
         self.all = [Place(seed, active=TorchDDP._active_ddp_module) for seed in seeds]
@@ -76,6 +76,7 @@ class ShardPlaces:
     def leave(self, position: int) -> None:
         """See :class:`paceline.shards.turns.Places`."""
         place = self.all[position]
+        self._end_local()
         place.streams, place.active = OwnStreams(), TorchDDP._active_ddp_module
         place.gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:

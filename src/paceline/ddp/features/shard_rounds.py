@@ -188,7 +188,7 @@ class ShardRounds:
     ) -> tuple[ShardPlaces, list[T]]:
         owned, meeting = self.shares.owned, self._meeting
         seeds = [self._seed(shard) for shard in owned]
-        places = ShardPlaces(self._reducer.parameters, self._buffers, seeds, self._on_turn)
+        places = ShardPlaces(self._reducer, self._buffers, seeds, self._on_turn)
         turns = Turns(owned, places, meeting.combine)
         meeting.open(self._reducer.runner.context.transport, self.shares, turns)
         for shard, micro in zip(owned, micros, strict=True):
@@ -228,6 +228,7 @@ class ShardRounds:
     def _open(self, owned: range) -> object:
         self._tell_of_broken_round(owned)
         self._token = token = object()
+        self._reducer.runner.end_local()
         self._begun_at = self._reducer.counters.steps
         self._staying = None
         self._own = OwnStreams()
@@ -254,6 +255,7 @@ class ShardRounds:
 
     def _close(self, ddp: TorchDDP) -> None:
         self._token = None
+        self._reducer.runner.end_local()
         ddp.require_backward_grad_sync = True
         if self._own is not None:
             self._own.put_back()
@@ -265,6 +267,7 @@ class ShardRounds:
         self._buffers.take()
         if is_last:
             return
+        self._reducer.runner.end_local()
         parameters = self._reducer.parameters
         policy = self._reducer.runner.context.policy
         can_stay = self._can_stay and self._sums.stays(node, len(parameters), policy)
