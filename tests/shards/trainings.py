@@ -145,6 +145,7 @@ class Case:
         shards: How many.
         hook: Registered on the wrapper.
         in_turns: Layers need all shards at once.
+        scale: Of losses.
     """
 
     make: Callable[[], nn.Module]
@@ -158,6 +159,7 @@ class Case:
     shards: int = SHARDS
     hook: str = ""
     in_turns: bool = False
+    scale: float = 1.0
 
 
 CASES = {
@@ -165,6 +167,9 @@ CASES = {
     "cnn": Case(Small, adamw, decays=True),
     "transformer": Case(Transformer, adamw, {"bucket_cap_mb": 0.001}, clips=True),
     "embedding": Case(Words, sparse_adam, accumulate=2),
+    "subnormal": Case(mlp, sgd, {"bucket_cap_mb": 0.0005}, scale=1e-37),  # 1 / shards is not exact
+    "three shards": Case(Words, sparse_adam, shards=3, accumulate=2),
+    "four shards": Case(mlp, sgd, shards=4, accumulate=2, scale=1e-37),
     "unused": Case(Gated, sgd, {"find_unused_parameters": True}, decays=True),
     "weighted": Case(mlp, adamw, is_weighted=True),
     "weighted embedding": Case(Words, sgd, is_weighted=True),
@@ -266,7 +271,7 @@ def run_round(case: Case, ddp: Any, batch: Any) -> None:
 
 def run_shard(case: Case, ddp: Any, shard: int, x: Tensor, y: Tensor) -> None:
     with ddp.weighted(shard % 3) if case.is_weighted else contextlib.nullcontext():
-        F.mse_loss(ddp(x), y).backward()
+        (F.mse_loss(ddp(x), y) * case.scale).backward()
 
 
 def train_all(names: list[str], steps: int, transports: list[str]) -> dict[str, str]:

@@ -9,6 +9,11 @@ gradients, and does as many additions as ordinary accumulation.
 A shard that does not use a parameter brings None for it. Wherever it meets a value, it counts as
 +0.0: 0.0 + -0.0 is 0.0, so to leave the addition out would keep a sign that a rank which adds
 buckets full of zeros has lost.
+
+[Note: the mean]
+The mean is the sum times 1 / shards. It is taken below the root: its two children are multiplied,
+then added. Whoever adds up a child has it in a cache; two ranks that own one each exchange what is
+scaled already. To multiply the sum instead would be a further pass over all gradients.
 """
 
 from __future__ import annotations
@@ -38,6 +43,46 @@ def add_into(left: Gradients, right: Sequence[torch.Tensor | None]) -> None:
             sources.append(other)
     if targets:
         torch._foreach_add_(targets, sources)
+
+
+PIECE = 1 << 16
+"""Elements that stay in a cache from one operation to the next."""
+
+
+def add_scaled(
+    left: Sequence[torch.Tensor | None],
+    right: Sequence[torch.Tensor | None],
+    *,
+    before: float = 1.0,
+    after: float = 1.0,
+) -> None:
+    """Let ``left`` hold (left + right * before) * after; each operation is rounded for itself."""
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for mine, other in zip(left, right, strict=True):
+        assert mine is not None
+        if other is None:
+            mine.add_(0.0)
+            if after != 1.0:
+                mine.mul_(after)
+        elif mine.numel() <= PIECE or not (mine.is_contiguous() and other.is_contiguous()):
+            small[0].append(mine)
+            small[1].append(other)
+        else:
+            pieces = zip(mine.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True)
+            for target, source in pieces:
+                _add_scaled([target], [source], before, after)
+    if small[0]:
+        _add_scaled(*small, before, after)
+
+
+def _add_scaled(
+    targets: list[torch.Tensor], sources: list[torch.Tensor], before: float, after: float
+) -> None:
+    if before != 1.0:
+        torch._foreach_mul_(sources, before)
+    torch._foreach_add_(targets, sources)
+    if after != 1.0:
+        torch._foreach_mul_(targets, after)
 
 
 def add_nothing(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,13 +33,21 @@ def split(node: Node) -> int:
 
 
 class Tree:
-    """The tree over so many shards."""
+    """The tree over so many shards.
+
+    Attributes:
+        shards: How many.
+        root: All of them.
+        halves: The children of the root, if it has some ([Note: the mean] in sums.py).
+    """
 
     def __init__(self, shards: int) -> None:
         self.shards = shards
         self.root: Node = (0, shards)
         self._nodes: set[Node] = set()
         self._collect(self.root)
+        middle = split(self.root) if shards > 1 else 0
+        self.halves: tuple[Node, ...] = ((0, middle), (middle, shards)) if middle else ()
 
     def _collect(self, node: Node) -> None:
         self._nodes.add(node)
@@ -63,14 +71,24 @@ class Tree:
                 found.append((found.pop()[0], right[1]))
         return found
 
-    def combine(self, values: dict[Node, T], add: Callable[[T, T], T]) -> T:
-        """Return the value of the root from those of parts that cover all shards."""
+    def combine(
+        self,
+        values: dict[Node, T],
+        add: Callable[[T, T], T],
+        scale: Callable[[T], T] | None = None,
+    ) -> T:
+        """Return the value of the root from those of parts that cover all shards.
+
+        ``scale`` is applied to the children of the root, before they are added.
+        """
 
         def value(node: Node) -> T:
             if node in values:
-                return values[node]
-            middle = split(node)
-            return add(value((node[0], middle)), value((middle, node[1])))
+                found = values[node]
+            else:
+                middle = split(node)
+                found = add(value((node[0], middle)), value((middle, node[1])))
+            return scale(found) if scale is not None and node in self.halves else found
 
         return value(self.root)
 
@@ -98,6 +116,11 @@ class Shares:
     def is_pair(self) -> bool:
         """Whether two ranks contribute one part each: any sum of the two is the tree's."""
         return self.world == 2 and all(len(parts) == 1 for parts in self.parts)
+
+    @property
+    def owns_halves(self) -> bool:
+        """Whether each rank adds up its shares of the root's children, or all of it, by itself."""
+        return self.world == 1 or self.is_pair
 
     def by_node(self, values: Sequence[Sequence[T]]) -> dict[Node, T]:
         """Name what came from each rank, in the order of its parts, by node."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter_ns
 
 import torch
@@ -30,8 +31,30 @@ Parts = Callable[[], Sequence[torch.Tensor]]
 """Makes this rank's parts, flat, from left to right, when they are needed."""
 
 
+@dataclass(frozen=True)
+class Mean:
+    """What makes a mean of a sum ([Note: the mean] in sums.py).
+
+    Attributes:
+        factor: The children of the root are multiplied with it.
+        numel: So many elements; what is behind them is summed as it is.
+    """
+
+    factor: float
+    numel: int
+
+    def scale(self, begin: int, values: torch.Tensor) -> torch.Tensor:
+        """Multiply values, in place; they begin at a place of the whole."""
+        values[: max(0, self.numel - begin)].mul_(self.factor)
+        return values
+
+
 def start_tree_sum(
-    transport: Transport, shares: Shares, parts: Parts, target: torch.Tensor
+    transport: Transport,
+    shares: Shares,
+    parts: Parts,
+    target: torch.Tensor,
+    mean: Mean | None = None,
 ) -> Reduction:
     """Begin to replace ``target`` by the sum over all shards.
 
@@ -40,9 +63,10 @@ def start_tree_sum(
         shares: Who brings which parts.
         parts: This rank's; ``target`` may be one of them.
         target: Gets the sum.
+        mean: What to multiply below the root; those who own children of it have done so already.
     """
-    if shares.world > 1 and not shares.is_pair:
-        return TreeSum(transport, shares, parts, target)
+    if not shares.owns_halves:
+        return TreeSum(transport, shares, parts, target, mean)
     only = parts()[0]
     if only is not target:
         target.copy_(only)
@@ -84,12 +108,18 @@ class TreeSum:
     """
 
     def __init__(
-        self, transport: Transport, shares: Shares, parts: Parts, target: torch.Tensor
+        self,
+        transport: Transport,
+        shares: Shares,
+        parts: Parts,
+        target: torch.Tensor,
+        mean: Mean | None = None,
     ) -> None:
         self._transport = transport
         self._shares = shares
         self._parts: Parts | None = parts
         self._target = target
+        self._mean = None if mean is None or mean.factor == 1.0 else mean
         self._callback: Callable[[int], None] | None = None
 
     def wait(self) -> None:
@@ -141,8 +171,11 @@ class TreeSum:
         exchange, received = under_way
         exchange.wait()
         values = self._shares.by_node([list(each.unbind(0)) for each in received])
-        mine = self._shares.tree.combine(values, torch.Tensor.add_)
-        outputs = [self._target[each] for each in self._cut(piece)]
+        slices, mean = self._cut(piece), self._mean
+        begin = slices[self._shares.rank].start
+        scale = None if mean is None else functools.partial(mean.scale, begin)
+        mine = self._shares.tree.combine(values, torch.Tensor.add_, scale)
+        outputs = [self._target[each] for each in slices]
         self._transport.start_all_to_all(outputs, [mine] * self._shares.world).wait()
 
     def is_done(self) -> bool:
@@ -162,6 +195,7 @@ class SparseTreeSum:
         shares: Who brings which parts.
         parts: This rank's, coalesced.
         take: Is given the sum.
+        factor: The children of the root are multiplied with it.
     """
 
     def __init__(
@@ -170,8 +204,9 @@ class SparseTreeSum:
         shares: Shares,
         parts: list[torch.Tensor],
         take: Callable[[torch.Tensor], None],
+        factor: float,
     ) -> None:
-        self._add_up = functools.partial(_add_up_sparse, transport, shares, parts, take)
+        self._add_up = functools.partial(_add_up_sparse, transport, shares, parts, take, factor)
         self._is_done = False
         self._callback: Callable[[int], None] | None = None
 
@@ -199,9 +234,16 @@ def _add_up_sparse(
     shares: Shares,
     parts: list[torch.Tensor],
     take: Callable[[torch.Tensor], None],
+    factor: float,
 ) -> None:
     everything = [parts]
     if shares.world > 1:
         counts = [len(nodes) for nodes in shares.parts]
         everything = gather_sparse(transport.messages, parts, counts)
-    take(shares.tree.combine(shares.by_node(everything), add_sparse))
+    scale = None if factor == 1.0 else functools.partial(scale_sparse, factor)
+    take(shares.tree.combine(shares.by_node(everything), add_sparse, scale))
+
+
+def scale_sparse(factor: float, tensor: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows that are there."""
+    return tensor if factor == 1.0 else tensor.coalesce() * factor

@@ -30,9 +30,17 @@ from paceline.ddp.reduce.sparse import empty_sparse
 from paceline.ddp.reduce.step import Step, report_failure
 from paceline.errors import ConfigurationError
 from paceline.shards.cast import CastSum, cast_all, cast_flat
-from paceline.shards.sums import Gradients, PartStack, add_into
+from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled
 from paceline.shards.tree import Node, Shares
-from paceline.shards.tree_sum import Done, SparseTreeSum, TreeSum, scratch, start_tree_sum
+from paceline.shards.tree_sum import (
+    Done,
+    Mean,
+    SparseTreeSum,
+    TreeSum,
+    scale_sparse,
+    scratch,
+    start_tree_sum,
+)
 from paceline.transport.sparse import add_sparse
 from paceline.types import Reduction, Transport
 
@@ -90,6 +98,8 @@ class ShardSums:
         node = (shard, shard + 1)
         if not self._lets_autograd_add(policy) or not self._stack.completes(node):
             return node
+        if node in self.shares.tree.halves:
+            return node  # [Note: the mean] in shards/sums.py
         top = self._stack.value(-1)
         if any(gradient is None or gradient.is_sparse for gradient in top):
             return node
@@ -105,10 +115,12 @@ class ShardSums:
         ``count`` gradients and nobody wants to look at them.
         """
         following = (node[1], node[1] + 1)
-        is_first = node[1] in self.shares.owned and self.shares.tree.are_siblings(node, following)
+        shares = self.shares
+        is_first = node[1] in shares.owned and shares.tree.are_siblings(node, following)
+        is_half = node in shares.tree.halves  # [Note: the mean] in shards/sums.py
         is_plain = self._lets_autograd_add(policy)
         is_seen = policy.nonfinite is NonFinite.IGNORE and self.arrived == count
-        return is_first and is_plain and is_seen
+        return is_first and not is_half and is_plain and is_seen
 
     def _lets_autograd_add(self, policy: ReducePolicy) -> bool:
         return self.weight is None and self.dtype is None and not policy.tracks_unused
@@ -163,13 +175,43 @@ class ShardSums:
         if failure is not None and failure.kind is FailureKind.NONFINITE and not failure.detail:
             step.failure = replace(failure, detail=f"in shard {self.last[1] - 1}")
         if bucket.sparse:
-            for values in self._take_siblings(bucket):
-                if values[0] is not None:
-                    assert bucket.sparse_gradient is not None
-                    bucket.sparse_gradient = add_sparse(values[0], bucket.sparse_gradient)
+            self._join_sparse(bucket)
         elif self.dtype is None:
-            for values in self._take_siblings(bucket):
-                add_into([slot.view for slot in bucket.slots], values)
+            self._join_dense(bucket)
+
+    def _join_dense(self, bucket: Bucket) -> None:
+        views = [slot.view for slot in bucket.slots]
+        here = self._factor if self.shares.owns_halves else 1.0
+        halves, node = self.shares.tree.halves, self.last
+        if here != 1.0 and node in halves:
+            torch._foreach_mul_([view for view in views if view is not None], here)
+        for left in self._siblings():
+            node = (left[0], node[1])
+            before = here if left in halves else 1.0
+            after = here if node in halves else 1.0
+            add_scaled(views, self._take(left, bucket), before=before, after=after)
+
+    def _join_sparse(self, bucket: Bucket) -> None:
+        here = self._factor if self.shares.world == 1 else 1.0
+        halves, node, total = self.shares.tree.halves, self.last, bucket.sparse_gradient
+        assert total is not None
+        if node in halves:
+            total = scale_sparse(here, total)
+        for left in self._siblings():
+            node = (left[0], node[1])
+            value = self._take(left, bucket)[0]
+            if value is not None:
+                value = scale_sparse(here, value) if left in halves else value
+                total = add_sparse(value, total)
+            if node in halves:
+                total = scale_sparse(here, total)
+        bucket.sparse_gradient = total
+
+    @property
+    def _factor(self) -> float:
+        """What the children of the root are multiplied with; casts and weights have their own."""
+        is_plain = self.weight is None and self.dtype is None
+        return 1.0 / self.policy.count if is_plain else 1.0
 
     def _take_siblings(self, bucket: Bucket) -> Iterator[Gradients]:
         for node in self._siblings():
@@ -186,14 +228,16 @@ class ShardSums:
             rows = [empty if value is None else value for value in values]
             parts = [*rows, bucket.sparse_gradient.coalesce()]
             take = functools.partial(setattr, bucket, "sparse_gradient")
-            return SparseTreeSum(transport, shares, parts, take)
+            factor = 1.0 if shares.world == 1 else self._factor
+            return SparseTreeSum(transport, shares, parts, take, factor)
         assert bucket.flat is not None
         if self.dtype is not None:
             return self._start_cast(transport, bucket, bucket.flat, self.dtype)
         if is_last and shares.is_pair:
             return transport.start_last(bucket.flat)
         make = functools.partial(self._flats, others, bucket, bucket.flat)
-        return start_tree_sum(transport, shares, make, bucket.flat)
+        mean = Mean(self._factor, bucket.spec.numel)
+        return start_tree_sum(transport, shares, make, bucket.flat, mean)
 
     def _start_cast(
         self, transport: Transport, bucket: Bucket, flat: torch.Tensor, dtype: torch.dtype
@@ -258,12 +302,11 @@ class ShardSums:
     # --- the end -------------------------------------------------------------------------------
 
     def scale(self, step: Step, block: ControlBlock, buckets: Sequence[Bucket]) -> None:
-        """Turn sums into means. Once, at the end: whole weights have an exact sum."""
-        count = float(self.policy.count)
-        weight = count
-        if step.weight is not None:
-            weight = sum(row.weight for _, row in block.present())
-        done = 1.0 if self.dtype is None else count  # a cast comes after a division
+        """Turn weighted sums into means. Once, at the end: whole weights have an exact sum."""
+        if step.weight is None:
+            return
+        weight = sum(row.weight for _, row in block.present())
+        done = 1.0 if self.dtype is None else float(self.policy.count)  # a cast has divided
         for bucket in buckets:
             if weight != done:
                 bucket.scale(done / weight if weight else 0.0)
