@@ -2,11 +2,15 @@
 
 Every rank draws the same examples and agrees with the others upon whether one holds, so that all of
 them shrink a counter-example together. An example trains once alone, on one rank, and once with
-a number of ranks that changes: who joins copies the state of rank 0, as an elastic job has it.
+ranks that change: any may leave, join, or come back with another number. Who joins copies the state
+of a member, as an elastic job has it. Steps may be lost, as they are when a rank dies: all go back
+to the state that was committed. That ranks really die: ``test_elastic.py``.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +44,7 @@ class Example:
         rounds: For each step.
         is_weighted: Shards have weights.
         transport: What gradients travel over.
-        segments: Ranks, and how many steps they train.
+        segments: Who the ranks are, how many steps they train, and how many more that are lost.
     """
 
     layers: tuple[str, ...]
@@ -51,7 +55,7 @@ class Example:
     rounds: int
     is_weighted: bool
     transport: str
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[tuple[int, ...], int, int], ...]
 
 
 class Model(nn.Module):
@@ -94,7 +98,8 @@ class Model(nn.Module):
 def examples(draw: st.DrawFn) -> Example:
     shards = draw(st.integers(1, 9))
     kinds = st.sampled_from(["linear", "norm", "sync", "dropout", "words", "maybe"])
-    most = min(WORLD, shards)
+    ranks = st.sets(st.integers(0, WORLD - 1), min_size=1, max_size=min(WORLD, shards))
+    segment = st.tuples(ranks.map(sorted).map(tuple), st.integers(1, 2), st.integers(0, 1))
     return Example(
         layers=tuple(draw(st.lists(kinds, min_size=1, max_size=4))),
         shards=shards,
@@ -104,11 +109,7 @@ def examples(draw: st.DrawFn) -> Example:
         rounds=draw(st.integers(1, 2)),
         is_weighted=draw(st.booleans()),
         transport=draw(st.sampled_from(["auto", "c10d"])),
-        segments=tuple(
-            draw(
-                st.lists(st.tuples(st.integers(1, most), st.integers(1, 2)), min_size=1, max_size=3)
-            )
-        ),
+        segments=tuple(draw(st.lists(segment, min_size=1, max_size=3))),
     )
 
 
@@ -161,15 +162,14 @@ class Training:
     def _run_shard(self, micro: Any) -> None:
         F.mse_loss(self.ddp(micro[0]), micro[1]).backward()
 
-    def share_state(self) -> None:
-        """Copy rank 0's state to all, members or not."""
-        state = [
-            self.model.state_dict(),
-            self.optimizer.state_dict(),
-            self.loader.state_dict(),
-            self.ddp.shard_round,
-        ]
-        dist.broadcast_object_list(state, src=0)
+    def state(self) -> list[Any]:
+        """Return a copy of what a member has."""
+        parts = (self.model, self.optimizer, self.loader)
+        return copy.deepcopy([*(part.state_dict() for part in parts), self.ddp.shard_round])
+
+    def take_state(self, state: list[Any], source: int) -> None:
+        """Copy a rank's state to all, members or not."""
+        dist.broadcast_object_list(state, src=source)
         self.model.load_state_dict(state[0])
         self.optimizer.load_state_dict(state[1])
         self.loader.load_state_dict(state[2])
@@ -181,7 +181,7 @@ def run_examples(count: int) -> int:
     warnings.simplefilter("ignore")
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(WORLD)][rank]
-    groups = {n: dist.new_group(list(range(n))) for n in range(1, WORLD + 1)}
+    group_of = functools.cache(lambda ranks: dist.new_group(list(ranks)))
     tried = []
 
     @settings(
@@ -193,13 +193,17 @@ def run_examples(count: int) -> int:
     def ends_as_on_one_rank(example: Example) -> None:
         tried.append(example)
         expected = Training(example, alone)
-        expected.train(sum(steps for _, steps in example.segments))
+        expected.train(sum(steps for _, steps, _ in example.segments))
         found = Training(example, alone)
-        for ranks, steps in example.segments:
-            if rank < ranks:
-                found.ddp._update_process_group(groups[ranks])
+        for ranks, steps, lost in example.segments:
+            group = group_of(ranks)  # all ranks make it together
+            if rank in ranks:
+                found.ddp._update_process_group(group)
                 found.train(steps)
-            found.share_state()
+            committed = found.state()
+            if rank in ranks:
+                found.train(lost)
+            found.take_state(committed, ranks[-1])
         is_wrong = digest(found.model, [found.optimizer]) != digest(
             expected.model, [expected.optimizer]
         )
