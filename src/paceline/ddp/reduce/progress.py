@@ -80,6 +80,21 @@ class StepProgress:
             self._launch_full(step)
         self.set_due(step)
 
+    def count_local(self, *, is_over: bool = False) -> None:
+        """Count gradients that are not reduced; they stay where they are.
+
+        Within a shard the next ones wait for its end: to be told of each costs more than many a
+        gradient.
+        """
+        shards, taken = self._context.shards, self._queue.take()[0]
+        if self._policy.tracks_unused:
+            for index in taken:
+                if self.slots[index].parameter.grad is not None:
+                    self._context.usage.flags[index] = 1
+        if shards is not None:
+            shards.arrived += len(taken)
+            self._queue.due = UNKNOWN_ARRIVALS if shards.is_open and not is_over else 1
+
     def _fail_unexpected(self, step: Step, slot: Slot) -> None:
         arrivals = self._arrivals
         arrived, expected = arrivals.arrived[slot.index], arrivals.expected[slot.index]

@@ -25,7 +25,7 @@ from paceline.ddp.agree.reports import FailureKind, FailureReport
 from paceline.ddp.agree.weights import WeightedMean
 from paceline.ddp.autograd.hooks import GradientHooks, make_ready_queue
 from paceline.ddp.autograd.unused import Reach, first_reached, reach_of
-from paceline.ddp.reduce.arrivals import UNKNOWN_ARRIVALS, Arrivals
+from paceline.ddp.reduce.arrivals import Arrivals
 from paceline.ddp.reduce.bucket_set import BucketSet
 from paceline.ddp.reduce.context import ReduceContext
 from paceline.ddp.reduce.finish import StepFinisher
@@ -200,10 +200,7 @@ class StepRunner(ManualFinish):
         if self.phase is Phase.IDLE or self._is_others_gradient():
             if self.phase is Phase.IDLE:
                 self.drift.on_local_gradient()
-            self._take_local()
-            shards = self.context.shards
-            if shards is not None and shards.is_open:
-                self.queue.due = UNKNOWN_ARRIVALS  # the others are counted when the shard has ended
+            self.progress.count_local()
             return False
         # The engine of distributed autograd runs this node without admitting that it will.
         node = self.hooks.nodes[self.queue.first()]
@@ -211,21 +208,10 @@ class StepRunner(ManualFinish):
         self._begin(in_context=in_context, outer=None if in_context else enclosing_backward_node())
         return True
 
-    def _take_local(self) -> None:
-        taken = self.queue.take()[0]
-        if self.context.shards is not None:
-            self.context.shards.arrived += len(taken)
-        if self.context.policy.tracks_unused:
-            for index in taken:
-                if self.parameters[index].grad is not None:
-                    self.context.usage.flags[index] = 1
-
     def end_local(self) -> None:
-        """A backward that is not synchronised has ended, well or not: count what it has brought."""
-        with self._lock:
-            if self._step is None:
-                self._take_local()
-                self.queue.due = 1
+        """A shard has ended, well or not."""
+        if self._step is None:
+            self.progress.count_local(is_over=True)
 
     def _is_others_gradient(self) -> bool:
         """Say whether a backward that did not reach our outputs is that of another wrapper."""
