@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import torch
 
@@ -39,6 +40,12 @@ def test_every_step_in_the_thread_that_trains() -> None:
         assert steps == [3, 4, 5]
         assert threads == [True] * 3
         assert all(loss == loss for loss in losses)
+
+
+def test_steps_that_were_over_are_not_handed_over(tmp_path: Path) -> None:
+    """With a folder they may not be written yet. The second step ends with the next forward."""
+    ((steps, _, _),) = run_ranks(1, listen, env={RUN_DIR: str(tmp_path)})
+    assert steps == [2, 3, 4, 5]
 
 
 def listen_badly() -> tuple[list[str], int]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from paceline.observe.run_folder import RUN_DIR, RunFolder
 from paceline.testing import RanksFailedError, run_ranks
 from tests.children import begin_in_fork, wait_for
 from tests.observe.recorded_training import make_model, record, train
+
+
+WRITE_EVERY_S = 0.05
 
 
 def check_order(step: StepRecord) -> None:
@@ -97,6 +101,21 @@ def without_folder() -> bool:
 
 def test_without_a_folder_nothing_is_recorded() -> None:
     assert run_ranks(1, without_folder, env={RUN_DIR: None}) == [True]
+
+
+def steps_in_the_file(path: str) -> list[int]:
+    """Look into the own file while the job runs."""
+    model = DDP(make_model())
+    train(model, 5)
+    time.sleep(2 * WRITE_EVERY_S)
+    train(model, 1)
+    return [step.step for step in read_history(RunFolder(path).events(0)).steps]
+
+
+def test_what_is_over_is_in_the_file_soon(tmp_path: Path) -> None:
+    """Records are written together now and then; the sixth step is not over."""
+    (found,) = run_ranks(1, steps_in_the_file, str(tmp_path), env={RUN_DIR: str(tmp_path)})
+    assert found == [1, 2, 3, 4, 5]
 
 
 # --- other loops ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def broken_writer() -> list[str]:
         recorder = paceline.observe.recording.active_recorder()
         recorder._writer.append_step_body = lambda _: 1 / 0
         train(model, 4)
+        time.sleep(0.1)  # steps are written together, twenty times a second
+        train(model, 2)
     return found
 
 

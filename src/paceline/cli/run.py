@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose output is shown: all, none, or numbers on this host such as 0,2")  # fmt: skip
     add("--stall-after", metavar="S", type=_seconds,
         help="report a step or collective that takes longer (default: learned)")  # fmt: skip
-    add("--shutdown-timeout", "--shutdown_timeout", metavar="S", type=_seconds, default=4.0,
-        help="from Ctrl-C or SIGTERM to SIGKILL (default: 4)")  # fmt: skip
+    add("--shutdown-timeout", "--shutdown_timeout", metavar="S", type=_seconds, default=3.0,
+        help="from Ctrl-C or SIGTERM to SIGKILL (default: 3)")  # fmt: skip
     elastic_options.add_arguments(parser)
     hosts = parser.add_argument_group("several hosts, as torchrun has them")
     add = hosts.add_argument

@@ -60,7 +60,7 @@ class JobPlan:
     run_id: str
     options: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None
-    shutdown_s: float = 4.0
+    shutdown_s: float = 3.0
 
 
 class Job:

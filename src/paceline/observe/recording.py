@@ -213,5 +213,6 @@ def on_step(function: Callable[[StepRecord], None]) -> Handle:
     """
     recorder = _process.recorder or _process.start(None)
     handle = Handle(function, recorder)
+    recorder.write_steps()  # those that were over before are not for it
     recorder.listeners.append(handle.call)
     return handle

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.observe.logged import LoggedValues
 from paceline.observe.records import Activity
 from paceline.observe.step_clock import Plan, StepClock, StepOutcome
 
@@ -53,6 +54,7 @@ class PendingStep:
     reductions_began: Sequence[int] = ()
     reductions_ended: Sequence[int] = ()
     outcome = StepOutcome.FAILED
+    logged = LoggedValues()
     is_over = False
 
 
