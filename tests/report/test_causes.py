@@ -9,8 +9,8 @@ import pytest
 from paceline.observe.records import Note
 from paceline.report.analysis import Suspect, analyse
 from paceline.report.causes import Cause
+from paceline.report.counts import spread_counts
 from paceline.report.phases import Phase
-from paceline.report.run_delay import spread_run_delays
 from paceline.report.wording import headline, warnings
 from tests.report.histories import MS, Delay, Job, make_run
 
@@ -84,12 +84,29 @@ def test_counters_that_are_read_now_and_then() -> None:
 def test_a_count_is_divided_by_the_length_of_steps() -> None:
     records = make_run(Job(steps=4)).histories[0].steps
     counted = [replace(records[0]), *records[1:3], replace(records[3], run_delay_ns=30 * MS)]
-    found = [record.run_delay_ns for record in spread_run_delays(counted, 1)]
+    found = [record.run_delay_ns for record in spread_counts(counted, 1)]
     assert sum(found) == pytest.approx(30 * MS, abs=4)
     assert found[1] / found[3] == pytest.approx(counted[1].duration_ns / counted[3].duration_ns)
     # More than all threads all the time is not from these steps.
     too_much = [replace(records[0], run_delay_ns=10**12)]
-    assert spread_run_delays(too_much, 2)[0].run_delay_ns == 2 * records[0].duration_ns
+    assert spread_counts(too_much, 2)[0].run_delay_ns == 2 * records[0].duration_ns
+
+
+def test_cpu_time_and_faults_are_divided_among_the_steps_that_they_are_from() -> None:
+    """Steps shorter than 20 ms: CPU time and faults are asked for in some of them."""
+    records = make_run(Job(steps=6)).histories[0].steps
+    asked = {1: (50 * MS, 0), 4: (90 * MS, 7)}
+    counted = [
+        replace(record, cpu_ns=asked.get(at, (0, 0))[0], major_faults=asked.get(at, (0, 0))[1])
+        for at, record in enumerate(records)
+    ]
+    found = spread_counts(counted, 1)
+    assert sum(record.cpu_ns for record in found[:2]) == 50 * MS
+    assert sum(record.cpu_ns for record in found[2:5]) == 90 * MS
+    assert found[2].cpu_ns == pytest.approx(90 * MS / 3, rel=0.2)
+    assert [record.major_faults for record in found[:2]] == [0, 0]
+    assert sum(record.major_faults for record in found[2:5]) == 7  # none is lost
+    assert (found[5].cpu_ns, found[5].major_faults) == (0, 0)
 
 
 def test_more_ranks_than_cores() -> None:

@@ -115,9 +115,8 @@ class Recorder:
     def _finish(self, step: PendingStep, values: LoggedValues) -> None:
         step.is_over = True
         step.logged = values
-        if not step.cpu_ns:  # no optimizer was seen
-            usage = self.usage
-            usage.sample()
+        usage = self.usage
+        if not step.optimizer_ended and usage.sample(time.perf_counter_ns()):
             step.cpu_ns, step.major_faults = usage.cpu_ns, usage.major_faults
         self._over.append(step)
 
@@ -160,9 +159,11 @@ class Recorder:
 
     def _encode(self, step: PendingStep, values: LoggedValues) -> bytes:
         usage = self.usage
-        cpu_ns, faults = step.cpu_ns - self._cpu_ns, step.major_faults - self._faults
+        cpu_ns = faults = 0
+        if step.cpu_ns:
+            cpu_ns, faults = step.cpu_ns - self._cpu_ns, step.major_faults - self._faults
+            self._cpu_ns, self._faults = step.cpu_ns, step.major_faults
         delay_ns = usage.run_delay_ns - self._delay_ns
-        self._cpu_ns, self._faults = step.cpu_ns, step.major_faults
         self._delay_ns = usage.run_delay_ns
         columns = step.sizes, step.ready, step.reductions_began, step.reductions_ended
         count = len(step.sizes)

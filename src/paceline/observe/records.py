@@ -83,9 +83,11 @@ class StepRecord:
         buckets: All of them, in plan order.
         loss: As given to ``paceline.log(loss=...)``; NaN if it was not.
         samples: Of this rank in this step, as far as known; else 0.
-        cpu_ns: CPU time of the whole process during the step.
-        run_delay_ns: How long its threads were ready to run and had no core.
-        major_faults: Pages that had to come from disk.
+        cpu_ns: CPU time of the whole process since it was last asked for; 0: it was not. It is, in
+            every step of 20 ms and more.
+        run_delay_ns: How long its threads were ready to run and had no core, since it was last
+            asked for.
+        major_faults: Pages that had to come from disk; asked for together with ``cpu_ns``.
         is_skipped: Left out by ``nonfinite="skip"``.
         is_joined: This rank had run out of inputs and only kept the others company (``join``).
         numbers: What else was given to ``paceline.log(...)`` in this step, by name.

@@ -192,6 +192,6 @@ class StepRecorder:
         recorder = self._recorder
         recorder.last_ended = pending.optimizer_ended = now = _now_ns()
         usage = recorder.usage
-        usage.sample()
-        pending.cpu_ns, pending.major_faults = usage.cpu_ns, usage.major_faults
+        if usage.sample(now):
+            pending.cpu_ns, pending.major_faults = usage.cpu_ns, usage.major_faults
         recorder.set_activity(_INPUT, now, self._step)

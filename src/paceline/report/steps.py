@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 from paceline.observe.records import RankHistory, StepRecord
 from paceline.report.clocks import HostClock, Key, shift
+from paceline.report.counts import spread_counts
 from paceline.report.forward_waits import Forwards, awaited_ranks, forward_waits
 from paceline.report.numbers import low_median
 from paceline.report.phases import PHASES, Phase
-from paceline.report.run_delay import spread_run_delays
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def align(
     for history in histories:
         clock = by_host[history.info.host]
         ordered = sorted(history.steps, key=lambda record: record.reduced_ns)
-        records = spread_run_delays(ordered, history.info.threads)
+        records = spread_counts(ordered, history.info.threads)
         found[history.info.rank] = {
             (record.wrapper, record.step): shift(record, clock.ahead_ns(record.step))
             for record in records
