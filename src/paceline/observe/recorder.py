@@ -165,6 +165,7 @@ class Recorder:
             self._cpu_ns, self._faults = step.cpu_ns, step.major_faults
         delay_ns = usage.run_delay_ns - self._delay_ns
         self._delay_ns = usage.run_delay_ns
+        columns: tuple[Sequence[int], ...]
         columns = step.sizes, step.ready, step.reductions_began, step.reductions_ended
         count = len(step.sizes)
         if count > codec.MAX_BUCKETS:
