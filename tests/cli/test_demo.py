@@ -37,11 +37,21 @@ class TestHelp:
             subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
         )
 
-    @pytest.mark.parametrize("words", [[], ["no-such-command"], ["demo", "--ranks", "0"]])
+    @pytest.mark.parametrize("words", [[], ["demo", "--ranks", "0"]])
     def test_wrong_usage(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(words)
         assert "usage: paceline" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("word", "hint"), [("reprot", "did you mean report?"), ("xyz", "there are run, scale, ")]
+    )
+    def test_a_command_that_is_not_there(
+        self, word: str, hint: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([word, "x"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"paceline: there is no command {word}; {hint}")
 
 
 class TestDemo:

@@ -313,6 +313,14 @@ def test_a_typo_in_an_option(
     )
 
 
+@pytest.mark.parametrize("option", ["--stall-after", "--shutdown-timeout"])
+@pytest.mark.parametrize("value", ["soon", "-1", "nan"])
+def test_what_is_no_time(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", f"{option}={value}", "train.py"])
+    assert f"a number of seconds, not {value}\n" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 class TestWholeRuns:
     def test_a_port_in_use(self, tmp_path: Path) -> None:

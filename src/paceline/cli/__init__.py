@@ -57,6 +57,9 @@ def _run(words: list[str]) -> int:
     )
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        print(_no_such_command(chosen), file=sys.stderr)
+        return 2
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(
             name, help=summary, description=summary.capitalize() + "."
@@ -77,6 +80,12 @@ def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
         if isinstance(action, argparse._SubParsersAction):
             return _chosen(action.choices[getattr(args, action.dest)], args)
     return parser
+
+
+def _no_such_command(word: str) -> str:
+    near = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    return f"paceline: there is no command {word}; {hint}"
 
 
 def _no_such_option(parser: argparse.ArgumentParser, word: str) -> str:

@@ -208,9 +208,12 @@ def _shown(text: str, ranks: int) -> frozenset[int] | None:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError("seconds are not negative")
+        raise argparse.ArgumentTypeError(f"a number of seconds, not {text}")
     return value
 
 
