@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from paceline.config import BACKEND_NAME
+from paceline.elastic.member_process import meet_in_private
 from paceline.integrations.lightning_names import register_all
 
 PATCH_VARIABLE = "PACELINE_PATCH"
@@ -26,6 +27,7 @@ def register_backend() -> None:
     if dist.is_available() and BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, create_group, devices=["cpu"])
     register_all()
+    meet_in_private()
     # Here and not later: other modules bind torch's names when they are imported.
     if os.environ.get(PATCH_VARIABLE, "") not in ("", "0"):
         _patch()

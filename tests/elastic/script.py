@@ -5,7 +5,7 @@ Run by ``paceline run --elastic``. ``argv[1]`` is a directory: each rank that en
 ``seen-<member>``. ``argv[2]`` is JSON: how many steps, the backend, and the faults. A fault fires
 once in the job, at a point of a step, in the rank that has that number then; it leaves a file.
 With ``world`` it goes on until there are so many ranks. ``digests-<member>`` has a hash of the
-whole state after every commit.
+whole state after every commit. With ``save`` it writes a checkpoint every so many steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.nn import SyncBatchNorm
 OUT = Path(sys.argv[1])
 PLAN: dict[str, Any] = json.loads(sys.argv[2])
 STEPS: int = PLAN["steps"]
-MEMBER = os.environ["PACELINE_ELASTIC_MEMBER"]
+MEMBER = os.environ.get("PACELINE_ELASTIC_MEMBER") or os.environ["RANK"]
 SAMPLES = 240
 
 
@@ -276,6 +276,8 @@ def train(state: elastic.State) -> None:
             state.commit()
             if PLAN.get("hook") != "diloco":  # which keeps ranks apart between two meetings
                 note(f"digests-{MEMBER}", [state.step, digests()])
+            if PLAN.get("save") and state.step % PLAN["save"] == 0:
+                state.save(OUT / "checkpoints")
             time.sleep(PLAN.get("pause_s", 0.0))
             if is_over():
                 return

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from paceline.elastic.members import (
     End,
+    Fork,
     Kill,
+    Release,
 )
 from tests.elastic.simulated_job import make_job
 
@@ -295,3 +297,48 @@ def test_who_has_not_copied_the_state_yet_holds_nothing() -> None:
     job.do(job.membership.on_ready(joiner, -1, True))
     job.do(job.membership.on_tick(1000.0))
     assert "nobody holds the state any more" in job.failed
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 5), EVENTS)
+def test_without_replacements_nobody_is_started_and_no_step_is_lost(
+    ranks: int, events: list[tuple[str, int]]
+) -> None:
+    job = make_job(ranks, replaces=False)
+    job.settle()
+    for what, number in events:
+        members = sorted(job.ranks)
+        if job.failed or job.membership.is_finished or not members:
+            break
+        member = members[number % len(members)]
+        if what == "step":
+            job.step(number)
+        elif what == "preempt":
+            job.do(job.membership.on_leave(member))
+        elif what in ("die", "leave", "catch_up"):
+            getattr(job, what)(member)
+    if not job.failed:
+        job.settle()
+    assert max(job.ranks, default=0) < ranks
+    assert not job.failed or "nobody holds the state" in job.failed
+    assert all(job.ranks[m].step == job.committed for m in job.training())
+
+
+def test_without_replacements_the_last_that_leave_name_one_that_saves() -> None:
+    job = make_job(3, replaces=False)
+    job.settle()
+    actions = [a for m in list(job.ranks) for a in job.membership.on_leave(m)]
+    assert not any(isinstance(a, Fork) for a in actions)
+    job.do(actions)
+    ahead, *behind = job.ranks
+    job.membership.on_ready(ahead, 8, True)
+    released = [a for m in behind for a in job.membership.on_ready(m, 7, True)]
+    assert {a.member: a.saves for a in released if isinstance(a, Release)} == {
+        ahead: True, **dict.fromkeys(behind, False)}  # fmt: skip
+    assert job.membership.is_finished
+
+
+def test_without_replacements_a_death_before_the_first_step_ends_the_job() -> None:
+    job = make_job(2, replaces=False)
+    job.die(0)
+    assert "before the first step, and nobody replaces it" in job.failed

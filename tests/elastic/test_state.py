@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from typing import Any
 
@@ -156,14 +157,16 @@ def test_elsewhere_the_function_is_called_and_a_line_says_so() -> None:
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("paceline.elastic").addHandler(handler)
+        os.environ["PACELINE_HOST_ID"] = f"host {os.environ['RANK']}"
         state = State(step=3)
         called = [run(lambda state, more: state.step + more)(state, 4)]
         return called, lines
 
-    for called, lines in run_ranks(2, on_rank):
-        assert called == [7]
-        assert len(lines) == 1
-        assert "not started by `paceline run --elastic`" in lines[0]
+    (called, lines), (also_called, nothing) = run_ranks(2, on_rank)
+    assert called == also_called == [7]
+    assert len(lines) == 1
+    assert "on several hosts and were not started by `paceline run --elastic`" in lines[0]
+    assert not nothing
     [(_, lines)] = run_ranks(1, on_rank)
     assert not lines
 

@@ -41,14 +41,16 @@ def member_report(member: int, rank: Rank) -> MemberReport:
     return MemberReport(member, rank.slot, state.value, rank.step, epoch=rank.place.epoch)
 
 
-def take_over(job: Job) -> None:
-    """Another coordinator, which knows nothing but the report."""
+def take_over(job: Job, scale_before: int = 0) -> None:
+    """Another coordinator, which knows nothing but the report; somebody may be faster."""
     old, reports = job.membership, {0: report_of(job)}
     assert is_complete(reports)
     policy = replace(old.policy, ranks=0)
     job.membership = Membership(policy, now_s=old.now_s)
     job.membership.next_id = reports[0].next_id
     job.membership.hosts.put(0, old.policy.ranks)
+    if scale_before:
+        assert job.membership.on_scale(scale_before) == []
     found = put_together(reports)
     if old.is_scaled:
         found = replace(found, scaled_to=old.policy.ranks)
@@ -110,6 +112,15 @@ def test_who_trains_does_not_hear_of_it() -> None:
     take_over(job)
     assert repr(job.ranks) == before
     assert job.membership.epoch == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_asked_to_scale_before_launchers_have_reported(ranks: int) -> None:
+    job = make_job()
+    job.step(7)
+    take_over(job, scale_before=ranks)
+    job.settle()
+    assert len(job.training()) == ranks
 
 
 def test_a_death_while_nobody_was_there_ends_the_epoch() -> None:

@@ -141,14 +141,14 @@ class CoordinatorClient:
                 message = self._decisions.get(timeout=FREE_EVERY_S)
             except queue.Empty:
                 continue
-            return message is None or message["kind"] == "release"
+            return message is None or _checked(message)["kind"] == "release"
 
     def wait_decision(self) -> dict[str, Any]:
         """Wait for ``begin`` or ``release``."""
         message = self._decisions.get()
         if message is None:
             raise MembershipError(_LAUNCHER_GONE)
-        return message
+        return _checked(message)
 
     def _begin(self) -> None:
         # In the listening thread: the word that this epoch is over may follow before the training
@@ -276,3 +276,10 @@ class CoordinatorClient:
             self._lease.close()
         os.close(self._wake_r)
         os.close(self._wake_w)
+
+
+def _checked(decision: dict[str, Any]) -> dict[str, Any]:
+    """Raise if the job has failed, and nobody ends its ranks."""
+    if decision["kind"] == "failed":
+        raise MembershipError(str(decision["why"]))
+    return decision

@@ -342,7 +342,7 @@ class Coordinator:
                 self._why = "ranks are to join or to leave"
                 self._say(action.member, "regroup")
             case Release():
-                self._say(action.member, "release")
+                self._say(action.member, "release", asdict(action))
             case Fail():
                 self._end(action.why)
 

@@ -25,8 +25,9 @@ from paceline.elastic.hosts.agent import Agent, AgentPlan
 from paceline.elastic.hosts.job_stores import JobStores
 from paceline.elastic.hosts.keeper import CoordinatorKeeper
 from paceline.elastic.hosts.listening import listening_at
+from paceline.elastic.member_process import run_member
 from paceline.elastic.members import ElasticPolicy, MemberState
-from paceline.elastic.protocol import DIRECTORY, MEMBER, STORE, coordinator_path
+from paceline.elastic.protocol import ATTEMPT, DIRECTORY, HOSTS, MEMBER, coordinator_path
 from paceline.elastic.stuck import StuckWatch, Watched, where_it_is
 from paceline.launch import shutdown
 from paceline.launch.environment import RankPlace, rank_environ
@@ -67,6 +68,7 @@ class ElasticJob(Job):
     preload = (
         *Job.preload,
         "paceline.elastic.session",
+        "paceline.elastic.epoch_store",
         "paceline.elastic.hosts.coordinator_process",
     )
 
@@ -111,7 +113,13 @@ class ElasticJob(Job):
             self._selector,
         )
         self._stores = JobStores(
-            self._server, self._selector, hosts, self._agent.key, self._warn, self._on_door
+            self._server,
+            self._selector,
+            hosts,
+            self._agent.key,
+            self._agent.directory,
+            self._warn,
+            self._on_door,
         )
         if self._is_first_host:
             order = CoordinatorOrder(
@@ -203,9 +211,9 @@ class ElasticJob(Job):
         """Start a member, once the store is there that it needs."""
         assert self._stores is not None
         name = f"attempt-{order['attempt']}" if order["is_first"] else None
-        self._stores.with_ports(name, lambda ports: self._start_member(order, ports))
+        self._stores.with_port(name, lambda port: self._start_member(order, port))
 
-    def _start_member(self, order: dict[str, Any], ports: tuple[int, int]) -> None:
+    def _start_member(self, order: dict[str, Any], port: int) -> None:
         assert self._agent is not None
         member, slot = int(order["member"]), int(order["slot"])
         if member not in self._agent.members or self._signals:
@@ -219,26 +227,28 @@ class ElasticJob(Job):
         log = LogFile(self._folder.log(slot), self._warn)
         is_shown = self._plan.shown is None or local in self._plan.shown
         streams = rank_streams(log, self._screen.show if is_shown else None, slot)
-        environ = self._member_environ(order, where, ports)
-        rank = LocalRank.start(self._server, where, self._plan.target, environ, log, streams)
+        environ, target = self._member_environ(order, where, port), self._plan.target
+        rank = LocalRank.start(self._server, where, target, environ, log, streams, run_member)
         self._members[member] = rank
         self._ranks.append(rank)
         self._watch(rank)
 
     def _member_environ(
-        self, order: dict[str, Any], where: RankPlace, ports: tuple[int, int]
+        self, order: dict[str, Any], where: RankPlace, store: int
     ) -> dict[str, str]:
         """As torchrun sets it. Who joins later is alone at first, with a store of its own."""
         assert self._agent is not None
-        slot, (store, epochs) = int(order["slot"]), ports
+        slot = int(order["slot"])
         errors = error_file(str(self._folder.path.absolute()), slot)
         place = where if order["is_first"] else RankPlace(0, where.local_rank, 0, (1,))
         endpoint = Endpoint("localhost" if self._is_alone else "127.0.0.1", store)
         environ = self._environ | rank_environ(place, endpoint, self._plan.run_id, errors)
-        if not order["is_first"]:
+        if order["is_first"]:
+            environ[ATTEMPT] = str(order["attempt"])
+        else:
             environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "0"}
         if not self._is_alone:
-            environ[STORE] = str(epochs)
+            environ[HOSTS] = str(self._plan.hosts.count)
         return environ | {
             DIRECTORY: str(self._agent.directory),
             MEMBER: str(order["member"]),

@@ -76,6 +76,7 @@ class ElasticPolicy:
         hosts: How many hosts the job begins with, at least.
         max_hosts: More hosts than this are turned away. Once so many are there, it begins at once.
         gather_s: Otherwise it waits so long for more than ``hosts``.
+        replaces: Who died is replaced; else the job goes on without.
     """
 
     ranks: int
@@ -89,6 +90,7 @@ class ElasticPolicy:
     hosts: int = 1
     max_hosts: int = 1
     gather_s: float = 0.0
+    replaces: bool = True
 
 
 # --- actions ---------------------------------------------------------------------------------
@@ -164,9 +166,14 @@ class Begin:
 
 @dataclass(frozen=True)
 class Release:
-    """Let a member go: the job is done, or it was asked to leave."""
+    """Let a member go: the job is done, or it was asked to leave.
+
+    Attributes:
+        saves: Nobody goes on, and this one holds the highest committed step.
+    """
 
     member: int
+    saves: bool = False
 
 
 @dataclass(frozen=True)

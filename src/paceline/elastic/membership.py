@@ -34,6 +34,7 @@ from paceline.elastic.members import (
     Member,
     MemberState,
     Regroup,
+    Release,
 )
 from paceline.elastic.roster import INSIDE, OUTSIDE, Roster, Slot
 
@@ -95,9 +96,11 @@ class Membership(Roster):
     def resume(self, found: Takeover) -> list[Action]:
         """Take over from a coordinator that is gone: [Note: taking over]."""
         self.epoch, self.is_started, self._last_death = found.epoch, True, found.why
-        self.is_scaled = found.scaled_to > 0
+        # Somebody may have asked while launchers had not reported yet.
+        scaled_to = (self._scale_to if self.epoch >= 0 else None) or found.scaled_to
+        self.is_scaled = scaled_to > 0
         if self.is_scaled:
-            self.policy = replace(self.policy, ranks=found.scaled_to)
+            self.policy = replace(self.policy, ranks=scaled_to)
         self._count_ranks()
         members, is_whole, why = found.members, found.is_whole, found.why
         self.members = {who.id: who for who in members}
@@ -224,6 +227,8 @@ class Membership(Roster):
 
         The members that are still there are killed; their deaths are not heard any more.
         """
+        if not self.policy.replaces:
+            return self._fail(f"{why} before the first step, and nobody replaces it")
         slot = self._slots.setdefault(dead.slot, Slot())
         slot.early_deaths += 1
         if slot.early_deaths >= self.policy.early_deaths:
@@ -313,6 +318,8 @@ class Membership(Roster):
             )
         if inside and len(stay) >= self._minimum():
             return self._begin(stay)
+        if inside and not stay and not self.policy.replaces:
+            return self._finish(self._best(inside))
         if not inside:
             return self._fail(
                 "all ranks died, and nobody holds the state any more; the last that was heard: "
@@ -338,7 +345,7 @@ class Membership(Roster):
     def _begin(self, stay: list[Member]) -> list[Action]:
         is_first = self.epoch < 0
         inside = self._in_epoch()
-        best = max(inside, key=lambda w: (w.is_clean, w.step, not w.is_leaving), default=None)
+        best = self._best(inside)
         if best is not None and best.is_leaving:
             stay = [*stay, best]  # nobody else has its step: it hands over first
         gone = [who for who in inside if who.is_leaving and who is not best]
@@ -364,6 +371,15 @@ class Membership(Roster):
         releases: list[Action] = [self._release(who) for who in gone]
         return [*begins, *releases, *self._go_on()]
 
-    def _finish(self) -> list[Action]:
+    @staticmethod
+    def _best(inside: list[Member]) -> Member | None:
+        """Whose state counts: [Note: the source]."""
+        return max(inside, key=lambda w: (w.is_clean, w.step, not w.is_leaving), default=None)
+
+    def _finish(self, saves: Member | None = None) -> list[Action]:
+        """The job is over: it is done, or nobody goes on."""
         self._is_over = self.is_finished = True
-        return [self._release(who) for who in list(self.members.values())]
+        found = [self._release(who) for who in list(self.members.values())]
+        if saves is None:
+            return found
+        return [replace(a, saves=True) if a == Release(saves.id) else a for a in found]

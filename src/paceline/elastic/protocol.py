@@ -16,7 +16,8 @@ proved that they know the job's key (:mod:`paceline.elastic.handshake`). JSON, n
                                      end        its epoch is over: why, and after which step
                                      regroup    leave after a step, with the others
                                      ping       say that your interpreter runs
-                                     release    go: the job is done, or it was asked to leave
+                                     release    go: the job is done, or it was asked to leave; saves
+                                     failed     the job is over: why (from a supervisor)
                                      away, back the coordinator is not there; is there again
     paceline scale -> launcher       scale      how many ranks there are to be
     launcher       -> paceline scale answer     what is wrong with that; empty: nothing
@@ -62,8 +63,14 @@ of the epochs."""
 MEMBER = "PACELINE_ELASTIC_MEMBER"
 """The environment variable with this process's number among the members of the job."""
 
-STORE = "PACELINE_ELASTIC_STORE"
-"""The environment variable with the port of this host at which the ranks of several hosts meet."""
+ATTEMPT = "PACELINE_ELASTIC_ATTEMPT"
+"""The environment variable with the number under which members meet that begin together."""
+
+MEMBER_PID = "PACELINE_ELASTIC_PID"
+"""The environment variable with the process of the member; what it starts has the same value."""
+
+HOSTS = "PACELINE_ELASTIC_HOSTS"
+"""The environment variable with the number of hosts, if ranks may be elsewhere."""
 
 KEY_FILE = "PACELINE_JOB_KEY_FILE"
 """The environment variable that names the file with the job's key, as ``--job-key`` does."""
@@ -96,9 +103,14 @@ def peers_path(directory: Path) -> Path:
     return directory / "peers"
 
 
-def store_path(directory: Path, epoch: int) -> Path:
-    """The file in which the ranks of an epoch meet."""
-    return directory / f"epoch-{epoch}"
+def store_path(directory: Path, name: str) -> Path:
+    """The file in which the ranks of one host meet."""
+    return directory / name
+
+
+def stores_path(directory: Path) -> str:
+    """Where the ranks of several hosts reach their stores."""
+    return str(directory / "stores")
 
 
 def send(pipe: Connection, kind: str, **facts: Any) -> None:

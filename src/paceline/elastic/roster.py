@@ -100,7 +100,9 @@ class Roster:
         host: int | None = None,
         prefer: int | None = None,
     ) -> list[Action]:
-        """Start a member; nothing if no host has room for it."""
+        """Start a member; nothing if no host has room for it, or nobody is replaced."""
+        if not is_first and not self.policy.replaces:
+            return []
         if host is None and is_spare:
             host = self.hosts.emptiest(who.host for who in self.members.values())
         elif host is None:

@@ -23,7 +23,9 @@ from paceline.elastic.client import CoordinatorClient
 from paceline.elastic.epoch_store import is_on_several_hosts, open_store
 from paceline.elastic.events import MembershipEvent
 from paceline.elastic.hosts.listening import listening_at
+from paceline.elastic.protocol import DIRECTORY
 from paceline.elastic.state import State
+from paceline.elastic.supervise import find_supervisor, leave_supervisor
 from paceline.elastic.unblock import free_collectives
 from paceline.errors import (
     CollectiveError,
@@ -48,9 +50,9 @@ LEAVE_S = 10.0
 """So long may collectives take to end, once their connections are cut."""
 
 
-_NOT_ELASTIC = (
-    "these ranks were not started by `paceline run --elastic`: if one of them dies, the job ends. "
-    "state.save() and state.load() keep what was done"
+_TOLD_TO_END = (
+    "rank %d was told to end, and leaves after step %d%s. Launchers that end all ranks when one "
+    "dies (torchrun, mp.spawn with join) do that; with `paceline run --elastic` the others go on"
 )
 
 
@@ -61,15 +63,15 @@ class EpochOver(Exception):
 def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State, P], R]:
     """Make a training function survive deaths, joins and departures of ranks.
 
-    Started by ``paceline run --elastic``; elsewhere the function is just called.
+    Started by ``paceline run --elastic`` it also gets replacements. Elsewhere the ranks of one host
+    get a supervisor, and survivors go on; a rank alone, or ranks of several hosts, just train.
     """
 
     @functools.wraps(train)
     def wrapper(state: State, *args: P.args, **kwargs: P.kwargs) -> R:
-        session = Session(state)
+        is_supervised = DIRECTORY not in os.environ and find_supervisor()
+        session = Session(state, is_supervised=is_supervised)
         if session.client is None:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                logger.warning(_NOT_ELASTIC)
             return train(state, *args, **kwargs)
         try:
             return session.run(lambda: train(state, *args, **kwargs))
@@ -82,7 +84,8 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
 class Session:
     """One call of a training function: its epochs."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, is_supervised: bool = False) -> None:
+        self._is_supervised = is_supervised
         self._state = state
         self._pids: list[int] = []
         self._listens: set[str] = set()
@@ -99,7 +102,7 @@ class Session:
         decision = client.join()
         while True:
             if decision["kind"] == "release":
-                logger.info("this rank leaves the job")
+                self._say_farewell(decision)
                 raise SystemExit(0)
             try:
                 self._enter(decision)
@@ -113,6 +116,16 @@ class Session:
                 if not self._is_of_membership(error):
                     raise
             decision = self._leave()
+
+    def _say_farewell(self, decision: dict[str, Any]) -> None:
+        """This rank was asked to leave. If nobody goes on, one writes a checkpoint, if any does."""
+        state = self._state
+        where = state.save_last() if decision.get("saves") else ""
+        if self._is_supervised:
+            saved = f", which is saved in {where}" if where else ""
+            logger.warning(_TOLD_TO_END, self._rank, state.commits, saved)
+        else:
+            logger.info("this rank leaves the job")
 
     # --- between two epochs -----------------------------------------------------------------------
     def _is_of_membership(self, error: BaseException) -> bool:
@@ -184,7 +197,9 @@ class Session:
         events = self._state.events
         if self._state.commits > events[-1].step:
             events[-1] = replace(events[-1], first_step_s=time.monotonic() - entered_s)
-        logger.info("%s", events[-1].describe())
+        # The launcher shows it, if there is one.
+        is_shown = self._is_supervised and events[-1].rank == 0 and events[-1].epoch > 0
+        logger.log(logging.WARNING if is_shown else logging.INFO, "%s", events[-1].describe())
         if events[-1].rank == 0:
             self.client.entered(asdict(events[-1]))
 
@@ -230,7 +245,7 @@ class Session:
         while not store.check(keys):
             if self.client.is_over:
                 raise ConnectionError("a rank died before the new group was made")
-            time.sleep(0.001 if isinstance(store, dist.FileStore) else 0.01)  # type: ignore[attr-defined]
+            time.sleep(0.01 if is_on_several_hosts() else 0.001)
 
     # --- called by others -------------------------------------------------------------------------
     def _check_regroup(self) -> None:
@@ -248,6 +263,8 @@ class Session:
         """Leave the job."""
         if self.client is not None:
             self.client.close()
+        if self._is_supervised:
+            leave_supervisor()
         self._state.after_commit = None
 
 

@@ -83,6 +83,7 @@ class State:
         self.is_whole = True
         self._has_trained = False
         self._save: Save | None = None
+        self._saves_to: tuple[Path, int] | None = None
         self._pieces = Pieces()
         self._stepped: set[int] = set()  # optimizers, by number
         self._handles = [
@@ -218,12 +219,24 @@ class State:
             )
         if keep < 1:
             raise ConfigurationError(f"keep is at least 1 checkpoint, not {keep!r}")
+        self._saves_to = Path(path), keep
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return
-        self.wait_saved()
-        self._save = begin_save(Path(path), self.commits, keep, self._modules, self._tree())
+        self._begin_save(*self._saves_to)
         if wait:
             self.wait_saved()
+
+    def _begin_save(self, path: Path, keep: int) -> None:
+        self.wait_saved()
+        self._save = begin_save(path, self.commits, keep, self._modules, self._tree())
+
+    def save_last(self) -> str:
+        """Save where the script has saved before, as the last rank that is left; say where."""
+        if self._saves_to is None or not self.is_whole or not self.is_clean:
+            return ""
+        self._begin_save(*self._saves_to)
+        self.wait_saved()
+        return str(self._saves_to[0])
 
     def wait_saved(self) -> None:
         """Wait until the checkpoint that is being written is on the disk.

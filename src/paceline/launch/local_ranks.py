@@ -50,12 +50,13 @@ class LocalRank:
         environ: dict[str, str],
         log: LogFile,
         streams: list[RankStream],
+        main: Callable[..., int] = run_rank,
     ) -> LocalRank:
-        """Fork it and give it its order. Does not wait."""
+        """Fork it and give it its order, to call ``main``. Does not wait."""
         child = server.fork(_ORPHANED, streams=(0, streams[0].writer, streams[1].writer))
         for stream in streams:
             stream.close_writer()
-        child.run(run_rank, target, place.rank, environ)
+        child.run(main, target, place.rank, environ)
         return cls(place, child, streams, log)
 
     def hear_words(self) -> None:

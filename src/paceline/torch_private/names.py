@@ -57,6 +57,7 @@ METHODS = {
     "torch.distributed.ProcessGroupGloo._Options": "the backend paceline",
     "torch.distributed.distributed_c10d._world.pg_map": "communication hooks, drift",
     "torch.distributed.distributed_c10d._world.pg_names": "names of groups in reports",
+    "torch.distributed.rendezvous._rendezvous_handlers": "private stores of elastic jobs",
     "torch.distributed.algorithms.join.Join._get_num_nonjoined_procs": "ddp.join()",
     "torch.autograd.profiler.record_function._call_end_callbacks_on_future": "events for "
     "torch.profiler",
@@ -124,6 +125,9 @@ def _look_up(path: str) -> tuple[Any, bool]:
             found = getattr(found, name)
         except AttributeError:
             module = sys.modules.get(".".join(["torch", *parts[: depth - 1]]))
+            if module is None:  # or the package has something else of the module's name
+                above = sys.modules.get(".".join(["torch", *parts[: depth - 2]]))
+                module = getattr(above, name, None)
             if module is None:
                 return None, False
             found = module

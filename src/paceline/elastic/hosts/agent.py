@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +20,7 @@ from paceline.elastic.hosts.lease import now_s
 from paceline.elastic.hosts.lease_file import write_lease
 from paceline.elastic.hosts.link import CoordinatorLink, LinkPlan
 from paceline.elastic.hosts.mailbox import Mailbox
+from paceline.elastic.hosts.private_directory import PrivateDirectory
 from paceline.elastic.hosts.rank_pipes import RankPipes
 from paceline.elastic.hosts.takeover import HostReport, MemberReport
 from paceline.elastic.members import MemberState
@@ -95,7 +94,8 @@ class Agent:
     def __init__(
         self, plan: AgentPlan, launcher: Launcher, selector: selectors.BaseSelector
     ) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="paceline-elastic-"))
+        self._private = PrivateDirectory()
+        self.directory = self._private.path
         self.key = plan.key or os.urandom(KEY_BYTES).hex().encode()
         store_key(key_path(self.directory), self.key)
         self.members: dict[int, MemberReport] = {}
@@ -225,6 +225,14 @@ class Agent:
         """For how long a rank has not answered that."""
         return self._ranks.silent_s(member)
 
+    def tell_failed(self, why: str) -> None:
+        """Let ranks raise an error, where nobody will end them."""
+        self._ranks.say_to_all("failed", why=why)
+
+    def has_ranks(self) -> bool:
+        """Whether ranks are connected."""
+        return self._ranks.are_there()
+
     def hang_up_on_ranks(self) -> None:
         """From now on SIGTERM means to a rank what it usually means."""
         self._ranks.close()
@@ -305,7 +313,8 @@ class Agent:
             report.hosts, report.exits = message["hosts"], []
             others = [self._launcher.pid_of(m) for m in self.members if m != member]
             message["pids"] = [pid for pid in others if pid]
-            store_path(self.directory, epoch - 2).unlink(missing_ok=True)  # nobody uses it
+            unused = store_path(self.directory, f"epoch-{epoch - 2}")
+            unused.unlink(missing_ok=True)
         self._ranks.say(member, message)
 
     def close(self) -> None:
@@ -313,7 +322,7 @@ class Agent:
         self._link.close()
         self._ranks.close()
         self._mailbox.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._private.close()
 
 
 def _write(path: Path, text: str) -> None:

@@ -10,15 +10,13 @@ import contextlib
 import json
 import selectors
 from collections.abc import Callable
+from pathlib import Path
 
-from paceline.elastic.hosts.tunnel import EPOCHS, StoreOrder, keep_store
+from paceline.elastic.hosts.tunnel import StoreOrder, keep_store
 from paceline.errors import ConfigurationError
 from paceline.launch.exits import exit_summary
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.rendezvous import Hosts
-
-Ports = tuple[int, int]
-"""Of the store that a member meets the others at when it begins, and of that for the epochs."""
 
 
 class JobStores:
@@ -29,6 +27,7 @@ class JobStores:
         selector: That the launcher waits on.
         hosts: Of the job.
         key: Of the job.
+        directory: Of the launcher; private.
         warn: Shows a line to the user.
         on_door: Gets the port at which other hosts reach the stores.
     """
@@ -39,14 +38,15 @@ class JobStores:
         selector: selectors.BaseSelector,
         hosts: Hosts,
         key: bytes,
+        directory: Path,
         warn: Callable[[str], None],
         on_door: Callable[[int], None],
     ) -> None:
         self._server, self._selector, self._hosts = server, selector, hosts
-        self._order = StoreOrder(hosts.number == 0, hosts.count > 1, key)
+        self._order = StoreOrder(hosts.number == 0, hosts.count > 1, key, str(directory))
         self._warn, self._on_door = warn, on_door
         self._ports: dict[str, int] = {}
-        self._waiting: list[tuple[str | None, Callable[[Ports], None]]] = []
+        self._waiting: list[tuple[str | None, Callable[[int], None]]] = []
         self._door = 0
         self._deaths = 0
         self._start()
@@ -55,8 +55,6 @@ class JobStores:
         self._child = child = self._server.fork()
         child.run(keep_store, self._order)
         self._selector.register(child.pipe, selectors.EVENT_READ, self._hear)
-        if self._hosts.count > 1:
-            self._ask(EPOCHS)
         if self._door:
             self.aim_at(self._door)
 
@@ -67,8 +65,8 @@ class JobStores:
             self._say({"target": [self._hosts.endpoint.host, door]})
             self._go_on()
 
-    def with_ports(self, name: str | None, call: Callable[[Ports], None]) -> None:
-        """Call with the ports of a store and of that for the epochs, once both are there.
+    def with_port(self, name: str | None, call: Callable[[int], None]) -> None:
+        """Call with the port of a store, once it is there and other hosts can be reached.
 
         Args:
             name: Of the store; None: whoever asks needs none.
@@ -81,12 +79,11 @@ class JobStores:
     def _go_on(self) -> None:
         if not self._order.is_first and not self._door:
             return  # nobody knows yet where the stores are
-        epochs = self._ports.get(EPOCHS, 0) if self._hosts.count > 1 else -1
         waiting, self._waiting = self._waiting, []
         for name, call in waiting:
             port = self._ports.get(name, 0) if name is not None else -1
-            if port and epochs:
-                call((port, epochs))
+            if port:
+                call(port)
             else:
                 self._waiting.append((name, call))
 

@@ -106,10 +106,14 @@ class RankPipes:
             with contextlib.suppress(OSError):  # dead: its exit is on its way
                 send(pipe, **message)
 
-    def say_to_all(self, kind: str) -> None:
+    def say_to_all(self, kind: str, **facts: str) -> None:
         """Say something to all ranks of this host."""
         for member in self._there():
-            self.say(member, {"kind": kind})
+            self.say(member, {"kind": kind, **facts})
+
+    def are_there(self) -> bool:
+        """Whether ranks are connected."""
+        return bool(self._pipes)
 
     def ping(self) -> None:
         """Ask all whether their interpreters run."""

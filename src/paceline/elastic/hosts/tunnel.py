@@ -1,14 +1,15 @@
-"""The stores of a job: torch's TCPStore, which knows no key, behind a door that does.
+"""The stores of a job, on all its hosts.
 
-A child of each launcher's fork server runs :func:`keep_store`. On the first host it serves the
-store, at the loopback address only, and a door for the children of the other hosts. On those it
-listens at the loopback address, and passes each connection on to that door: it proves that it knows
-the job's key, and from then on bytes go through. So ranks use the plain client, find the store at
-127.0.0.1 on every host, and nobody from outside reaches it without the key. Processes of the same
-host can, as under torchrun.
+A child of each launcher's fork server runs :func:`keep_store`. Ranks of several hosts reach the
+stores in which they meet (:mod:`hosts.key_store`) by a Unix socket in the private directory of
+their launcher. On the first host they are served there; on the others each connection is passed on
+to a door of the first: both ends prove that they know the job's key, and from then on bytes go
+through.
 
-There are several stores, by name: one for the epochs, one for each attempt to begin, so that nobody
-meets the addresses of the dead. A store comes to be when somebody asks for it.
+Beside them there is a TCPStore for each attempt to begin: what ``MASTER_ADDR`` and ``MASTER_PORT``
+name, for scripts that use them by themselves. It knows no key, listens at the loopback address
+only, and is reached from other hosts by the same door. Processes of the same host can reach it, as
+under torchrun; nothing of ours is in it.
 
 JSON on the pipe to the launcher. At first ``door``, the port for other hosts. Then the launcher may
 say ``open`` with the name of a store, and gets its ``port`` on this host; and ``target``, where the
@@ -27,19 +28,20 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from paceline.elastic.door import Door, listen_at
 from paceline.elastic.handshake import connect
-from paceline.elastic.protocol import send
+from paceline.elastic.hosts.key_store import KeyStores
+from paceline.elastic.protocol import send, stores_path
 from paceline.errors import MembershipError
 
 _CONNECT_S = 10.0
 _TIMEOUT = datetime.timedelta(seconds=900)
 _LOOPBACK = "127.0.0.1"
 _MAX_NAME = 40
-EPOCHS = "epochs"
-"""The store in which the ranks of all epochs but the first meet, under the epoch's number."""
+_KEPT = 2  # attempts before this one
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,13 @@ class StoreOrder:
         is_first: The stores are served here.
         has_others: There are other hosts.
         key: Of the job.
+        directory: Of the launcher; private. Ranks reach the stores of several hosts in it.
     """
 
     is_first: bool
     has_others: bool
     key: bytes = field(repr=False)
+    directory: str = ""
 
 
 def keep_store(pipe: Connection, order: StoreOrder) -> int:
@@ -88,18 +92,19 @@ class _Served:
         self.door_port = 0
         self._lock = threading.Lock()
         self._stores: dict[str, tuple[int, Any]] = {}
+        self._doors = []
         if order.has_others:
-            door = listen_at(("", 0))
-            self.door_port = door.getsockname()[1]
-            self._door = Door(door, order.key, self._pass_on)
+            far, near = listen_at(("", 0)), listen_at(stores_path(Path(order.directory)))
+            self.door_port = far.getsockname()[1]
+            self._keys = KeyStores()
+            self._doors = [Door(each, order.key, self._admit) for each in (far, near)]
 
     def port_of(self, name: str) -> int:
         """Where a store is on this host. Attempts before the last two are forgotten."""
         with self._lock:
             if name not in self._stores:
                 self._stores[name] = self._serve()
-                attempts = [each for each in self._stores if each != EPOCHS]
-                for old in attempts[:-2]:
+                for old in list(self._stores)[: -_KEPT - 1]:
                     del self._stores[old]
             return self._stores[name][0]
 
@@ -117,6 +122,13 @@ class _Served:
             master_listen_fd=listener.detach(),
         )
         return port, store
+
+    def _admit(self, hello: dict[str, Any], pipe: Connection) -> None:
+        """In a thread of its own."""
+        if hello["kind"] == "keys":
+            self._keys.serve(str(hello.get("name"))[:_MAX_NAME], pipe)
+        else:
+            self._pass_on(hello, pipe)
 
     def _pass_on(self, hello: dict[str, Any], pipe: Connection) -> None:
         outside = socket.socket(fileno=os.dup(pipe.fileno()))
@@ -138,6 +150,7 @@ class _Reached:
     def __init__(self, order: StoreOrder) -> None:
         self.target: tuple[str, int] | None = None
         self._key = order.key
+        self._door = Door(listen_at(stores_path(Path(order.directory))), order.key, self._admit)
         self._listeners: dict[str, socket.socket] = {}
 
     def port_of(self, name: str) -> int:
@@ -156,8 +169,14 @@ class _Reached:
                 continue
             threading.Thread(target=self._pass_on, args=(inside, name), daemon=True).start()
 
-    def _pass_on(self, inside: socket.socket, name: str) -> None:
-        pipe = self._reach(name)
+    def _admit(self, hello: dict[str, Any], pipe: Connection) -> None:
+        """A rank of this host; in a thread of its own."""
+        inside = socket.socket(fileno=os.dup(pipe.fileno()))
+        pipe.close()
+        self._pass_on(inside, str(hello.get("name")), "keys")
+
+    def _pass_on(self, inside: socket.socket, name: str, kind: str = "store") -> None:
+        pipe = self._reach(name, kind)
         if pipe is None:
             inside.close()  # the client in the rank says that it cannot
             return
@@ -165,14 +184,14 @@ class _Reached:
         pipe.close()
         splice(outside, inside)
 
-    def _reach(self, name: str) -> Connection | None:
+    def _reach(self, name: str, kind: str) -> Connection | None:
         """Connect to the first host's door; wait for it, if it is not there or not known yet."""
         until_s = time.monotonic() + _CONNECT_S
         while time.monotonic() < until_s:
             with contextlib.suppress(OSError, EOFError, MembershipError):
                 if self.target is not None:
                     pipe = connect(self.target, self._key, _CONNECT_S)
-                    send(pipe, "store", name=name)
+                    send(pipe, kind, name=name)
                     return pipe
             time.sleep(0.05)
         return None
@@ -184,7 +203,8 @@ def splice(one: socket.socket, other: socket.socket) -> None:
     lock = threading.Lock()
     for source, target in ((one, other), (other, one)):
         source.settimeout(None)
-        source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if source.family != socket.AF_UNIX:
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         run = partial(_copy, source, target, left, lock)
         threading.Thread(target=run, name="paceline-splice", daemon=True).start()
 

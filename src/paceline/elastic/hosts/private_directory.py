@@ -1,0 +1,64 @@
+"""The directory of a launcher, which only this user can enter: sockets, key, stores of one host.
+
+Made by :mod:`paceline.elastic.hosts.agent`. A launcher that is killed leaves its own behind, with
+the key in it; the next launcher of this user removes it.
+
+[Note: whose directory is left]
+A launcher holds a lock on a file of its directory as long as it lives: the kernel takes it away
+with the process. The file gets its name only when it is locked, so a directory that is being made
+is not taken for one that was left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_PREFIX = "paceline-elastic-"
+_LOCK = "owner"
+
+
+class PrivateDirectory:
+    """See the module.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self) -> None:
+        _remove_left(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        draft = self.path / f"{_LOCK}.new"
+        self._lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        draft.rename(self.path / _LOCK)
+
+    def close(self) -> None:
+        """Remove it. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_left(where: Path) -> None:
+    """Remove what launchers of this user have left: [Note: whose directory is left]."""
+    for path in where.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.geteuid() and not path.is_symlink() and _is_left(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(path: Path) -> bool:
+    """Raises OSError if it is not, or gone."""
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(lock)
+    return True

@@ -1,0 +1,35 @@
+"""The process of a member that the launcher has forked. Must not import torch.
+
+Used by :mod:`paceline.elastic.job`; by ``autoload.py`` if the target is a program of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+
+from paceline.elastic.protocol import MEMBER_PID
+from paceline.launch.script import run_rank
+from paceline.launch.target import Target
+
+
+def run_member(pipe: Connection, target: Target, rank: int, environ: Mapping[str, str]) -> int:
+    """The whole life of a member, as ``run_rank``."""
+    own = {MEMBER_PID: str(os.getpid())}
+    os.environ |= own
+    meet_in_private()
+    return run_rank(pipe, target, rank, {**environ, **own})
+
+
+def meet_in_private() -> None:
+    """Let ``init_process_group()`` use a private store, if this process is a member."""
+    if is_member():
+        from paceline.elastic.epoch_store import replace_store
+
+        replace_store()
+
+
+def is_member() -> bool:
+    """Whether this process is a member itself, and not one that a member has started."""
+    return os.environ.get(MEMBER_PID) == str(os.getpid())

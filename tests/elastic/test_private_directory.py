@@ -1,0 +1,57 @@
+"""A launcher's directory: nobody else enters it, and one that was left is removed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from paceline.elastic.hosts.private_directory import PrivateDirectory
+from tests.children import child_process
+
+pytestmark = pytest.mark.usefixtures("warm_fork_server")
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def make_and_wait(pipe: Connection, where: str) -> None:
+    tempfile.tempdir = where
+    os.umask(0)
+    found = PrivateDirectory()
+    (found.path / "key").write_text("secret")
+    pipe.send(str(found.path))
+    pipe.recv()
+
+
+def test_one_that_was_left_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
+    with child_process(make_and_wait, str(tmp_path)) as child:
+        left = Path(child.pipe.recv())
+        assert stat.S_IMODE(left.stat().st_mode) == 0o700
+        other = PrivateDirectory()
+        assert (left / "key").exists()
+        child.kill()
+        child.wait()
+        assert (left / "key").exists()
+        third = PrivateDirectory()
+        assert not left.exists()
+        assert other.path.exists()
+        for each in (other, third):
+            each.close()
+            each.close()
+            assert not each.path.exists()
+
+
+def test_one_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
+    made = tmp_path / "paceline-elastic-young"
+    made.mkdir()
+    (made / "owner.new").touch()
+    (tmp_path / "paceline-elastic-link").symlink_to(made)
+    PrivateDirectory().close()
+    assert made.exists()
