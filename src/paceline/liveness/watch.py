@@ -192,10 +192,13 @@ class Watch:
                 value, error = outcome.get(timeout=SLICE_S)
                 break
             guard.check()
-        if isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
-            raise self.error(what, error) from error
-        if error is not None:
-            raise error
+        try:
+            if isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
+                raise self.error(what, error) from error
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback has this frame: all below would live until a collection
         return cast(T, value)
 
     def error(self, what: str, cause: BaseException) -> CollectiveError:

@@ -72,14 +72,22 @@ def _connect_together(
         refusal = _all_do(gather, handshake.send_own)
         if refusal is not None:
             return refusal
-        refusal = _all_do(gather, handshake.map_all)
+        try:
+            refusal = _all_do(gather, handshake.map_all)
+        except BaseException:  # a rank is lost after this one was done
+            _close(handshake.connection)
+            raise
         connection = handshake.connection
     if refusal is None:
         assert connection is not None
         return connection
+    _close(connection)
+    return refusal
+
+
+def _close(connection: Connection | None) -> None:
     if connection is not None:
         connection.close()
-    return refusal
 
 
 def _all_do(gather: Gather, step: Callable[[], None]) -> Refusal | None:

@@ -159,10 +159,8 @@ class Handshake:
             for channel in range(plan.channels)
         )
         kept = tuple(fd for fd in watched if fd >= 0)
-        self._owned.difference_update(kept)
         status = Status(pages)
         monitor = WaitMonitor(_key(plan.local[0]), tuple(plan.local), cores, status)
-        monitor.start()
         self.connection = Connection(
             members=plan.members,
             local=tuple(plan.local),
@@ -176,6 +174,8 @@ class Handshake:
             deaths=_watch_all(watched),
             keep=(mapped_control, *mapped),
         )
+        self._owned.difference_update(kept)  # they are the connection's, which closes them
+        monitor.start()
 
     def _take(self, client: FdExchangeClient) -> list[int]:
         expected = self._plan.descriptors

@@ -102,7 +102,11 @@ class PacelineGroup(dist.ProcessGroup):
         found = connect(rank, gather, heap_bytes=HEAP_BYTES, channels=CHANNELS)
         self.refusal = found.reason if isinstance(found, Refusal) else ""
         if isinstance(found, Connection):
-            self._operations = self._make_operations(found)
+            try:
+                self._operations = self._make_operations(found)
+            except BaseException:  # a rank is lost while leaders connect
+                found.close()
+                raise
             self._status = found.status
             self._finalizer = finalize_here(self, _leave, self._operations, found, self._futures)
         elif found.is_fault and rank == 0:
