@@ -319,7 +319,7 @@ class Membership(Roster):
         if inside and len(stay) >= self._minimum():
             return self._begin(stay)
         if inside and not stay and not self.policy.replaces:
-            return self._finish(self._best(inside))
+            return self._finish(_best(inside))
         if not inside:
             return self._fail(
                 "all ranks died, and nobody holds the state any more; the last that was heard: "
@@ -345,7 +345,7 @@ class Membership(Roster):
     def _begin(self, stay: list[Member]) -> list[Action]:
         is_first = self.epoch < 0
         inside = self._in_epoch()
-        best = self._best(inside)
+        best = _best(inside)
         if best is not None and best.is_leaving:
             stay = [*stay, best]  # nobody else has its step: it hands over first
         gone = [who for who in inside if who.is_leaving and who is not best]
@@ -371,11 +371,6 @@ class Membership(Roster):
         releases: list[Action] = [self._release(who) for who in gone]
         return [*begins, *releases, *self._go_on()]
 
-    @staticmethod
-    def _best(inside: list[Member]) -> Member | None:
-        """Whose state counts: [Note: the source]."""
-        return max(inside, key=lambda w: (w.is_clean, w.step, not w.is_leaving), default=None)
-
     def _finish(self, saves: Member | None = None) -> list[Action]:
         """The job is over: it is done, or nobody goes on."""
         self._is_over = self.is_finished = True
@@ -383,3 +378,8 @@ class Membership(Roster):
         if saves is None:
             return found
         return [replace(a, saves=True) if a == Release(saves.id) else a for a in found]
+
+
+def _best(inside: list[Member]) -> Member | None:
+    """Whose state counts: [Note: the source]."""
+    return max(inside, key=lambda w: (w.is_clean, w.step, not w.is_leaving), default=None)

@@ -222,21 +222,19 @@ class State:
         self._saves_to = Path(path), keep
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return
-        self._begin_save(*self._saves_to)
+        self.wait_saved()
+        self._save = begin_save(Path(path), self.commits, keep, self._modules, self._tree())
         if wait:
             self.wait_saved()
-
-    def _begin_save(self, path: Path, keep: int) -> None:
-        self.wait_saved()
-        self._save = begin_save(path, self.commits, keep, self._modules, self._tree())
 
     def save_last(self) -> str:
         """Save where the script has saved before, as the last rank that is left; say where."""
         if self._saves_to is None or not self.is_whole or not self.is_clean:
             return ""
-        self._begin_save(*self._saves_to)
+        path, keep = self._saves_to
         self.wait_saved()
-        return str(self._saves_to[0])
+        begin_save(path, self.commits, keep, self._modules, self._tree()).wait()
+        return str(path)
 
     def wait_saved(self) -> None:
         """Wait until the checkpoint that is being written is on the disk.

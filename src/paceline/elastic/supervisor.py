@@ -105,7 +105,7 @@ class Supervisor:
     def _is_needed(self) -> bool:
         if all(each.pidfd is None for each in self._processes):
             return False
-        return self._agent.outcome is None or self._agent.has_ranks()
+        return self._agent.outcome is None or self._agent.ranks.are_there()
 
     def _wait_once(self) -> None:
         waits = [self._agent.until_next_s(), self._stuck.until_next_s(), _WAIT_S]
@@ -116,7 +116,7 @@ class Supervisor:
         self._kill_stuck()
         if self._agent.outcome and not self._has_failed:
             self._has_failed = True
-            self._agent.tell_failed(self._agent.outcome)
+            self._agent.ranks.say_to_all("failed", why=self._agent.outcome)
         if self._agent.outcome is not None and not self._has_told:
             self._has_told = True
             self._agent.say("finished")

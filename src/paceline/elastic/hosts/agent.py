@@ -85,6 +85,7 @@ class Agent:
     Attributes:
         directory: Private; what :data:`~paceline.elastic.protocol.DIRECTORY` names for members.
         key: Of the job.
+        ranks: The connections with the ranks of this host.
         members: What is known of the members of this host that live.
         outcome: None while the job is under way; then why it failed, empty if it did not.
         is_over: All hosts have finished.
@@ -108,7 +109,7 @@ class Agent:
         self._told_listens: list[str] = []
         self._shown_epoch = -1
         self._mailbox = Mailbox(selector)
-        self._ranks = RankPipes(
+        self.ranks = RankPipes(
             self.directory,
             self.key,
             self._mailbox,
@@ -126,7 +127,7 @@ class Agent:
     # --- what the launcher tells, and asks --------------------------------------------------------
     def on_exit(self, member: int, why: str, *, is_quiet: bool) -> None:
         """A member's process has ended; quietly, if it ended well and nobody had asked for it."""
-        self._ranks.drop(member)
+        self.ranks.drop(member)
         if self.members.pop(member, None) is not None:
             self._known.exits = [*self._known.exits[1 - _EXITS :], why]
             self._link.say("exited", member=member, why=why, is_quiet=is_quiet)
@@ -219,23 +220,15 @@ class Agent:
 
     def ping(self) -> None:
         """Ask all ranks of this host whether their interpreters run."""
-        self._ranks.ping()
+        self.ranks.ping()
 
     def rank_silent_s(self, member: int) -> float:
         """For how long a rank has not answered that."""
-        return self._ranks.silent_s(member)
-
-    def tell_failed(self, why: str) -> None:
-        """Let ranks raise an error, where nobody will end them."""
-        self._ranks.say_to_all("failed", why=why)
-
-    def has_ranks(self) -> bool:
-        """Whether ranks are connected."""
-        return self._ranks.are_there()
+        return self.ranks.silent_s(member)
 
     def hang_up_on_ranks(self) -> None:
         """From now on SIGTERM means to a rank what it usually means."""
-        self._ranks.close()
+        self.ranks.close()
 
     def on_welcome(self, message: dict[str, Any]) -> None:
         """A coordinator is there: one that knows this host, or one that has its report."""
@@ -246,11 +239,11 @@ class Agent:
         if not message["is_known"]:
             self._told_listens = []
         self._launcher.on_store(int(message["door"]))
-        self._ranks.say_to_all("back")
+        self.ranks.say_to_all("back")
 
     def on_away(self) -> None:
         """The coordinator is gone; ranks go on, and wait for it if they have to."""
-        self._ranks.say_to_all("away")
+        self.ranks.say_to_all("away")
 
     def on_refused(self, why: str) -> None:
         """It does not want this host."""
@@ -268,7 +261,7 @@ class Agent:
         elif kind == "say":
             self._say(int(message["member"]), message["message"])
         elif kind == "answer":
-            self._ranks.answer(int(message["ask"]), str(message["error"]))
+            self.ranks.answer(int(message["ask"]), str(message["error"]))
         elif kind == "peers":
             _write(peers_path(self.directory), json.dumps(message["listens"]))
         elif kind == "store":
@@ -315,12 +308,12 @@ class Agent:
             message["pids"] = [pid for pid in others if pid]
             unused = store_path(self.directory, f"epoch-{epoch - 2}")
             unused.unlink(missing_ok=True)
-        self._ranks.say(member, message)
+        self.ranks.say(member, message)
 
     def close(self) -> None:
         """Take no more members, hang up, and remove the directory."""
         self._link.close()
-        self._ranks.close()
+        self.ranks.close()
         self._mailbox.close()
         self._private.close()
 
