@@ -24,11 +24,12 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=400)
-@given(st.integers(1, 5), st.sampled_from([0.0, 5.0]), st.integers(0, 2), EVENTS)
+@given(st.integers(1, 5), st.sampled_from([0.0, 5.0]), st.integers(0, 2), st.booleans(), EVENTS)
 def test_no_committed_step_is_lost(
-    ranks: int, hold_s: float, spares: int, events: list[tuple[str, int]]
+    ranks: int, hold_s: float, spares: int, begins_alone: bool, events: list[tuple[str, int]]
 ) -> None:
-    job = make_job(ranks, hold_s=hold_s, early_deaths=1000, spares=spares)
+    options = {"hold_s": hold_s, "spares": spares, "begins_alone": begins_alone}
+    job = make_job(ranks, early_deaths=1000, **options)
     job.settle()
     assert job.membership.epoch == 0
     members = sorted(job.ranks)
@@ -105,6 +106,20 @@ def test_a_death_before_the_first_epoch_starts_all_again() -> None:
     assert not first & set(job.ranks)
     job.settle()
     assert job.membership.epoch == 0
+
+
+def test_who_begins_alone_is_replaced_alone_and_the_first_epoch_copies_a_state() -> None:
+    job = make_job(2, begins_alone=True)
+    job.join(0)
+    job.die(1)
+    assert [job.ranks[m].slot for m in sorted(job.ranks)] == [0, 1]
+    assert 0 in job.ranks
+    job.settle()
+    places = [rank.place for rank in job.ranks.values()]
+    assert job.membership.epoch == 0
+    assert [place is not None and (place.copies, place.is_first) for place in places] == [
+        (True, False)
+    ] * 2
 
 
 def test_who_dies_again_and_again_ends_the_job() -> None:

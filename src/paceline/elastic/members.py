@@ -77,6 +77,8 @@ class ElasticPolicy:
         max_hosts: More hosts than this are turned away. Once so many are there, it begins at once.
         gather_s: Otherwise it waits so long for more than ``hosts``.
         replaces: Who died is replaced; else the job goes on without.
+        begins_alone: Members have no group of their own to begin with: each comes to
+            ``train(state)`` alone, as a replacement does, and the first epoch copies a state.
     """
 
     ranks: int
@@ -91,6 +93,7 @@ class ElasticPolicy:
     max_hosts: int = 1
     gather_s: float = 0.0
     replaces: bool = True
+    begins_alone: bool = False
 
 
 # --- actions ---------------------------------------------------------------------------------

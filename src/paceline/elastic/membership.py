@@ -225,7 +225,8 @@ class Membership(Roster):
     def _begin_again(self, dead: Member, why: str) -> list[Action]:
         """Before the first epoch nothing is committed, and the set-up of all has failed: once more.
 
-        The members that are still there are killed; their deaths are not heard any more.
+        The members that are still there are killed; their deaths are not heard any more. Those that
+        began alone are none the worse.
         """
         if not self.policy.replaces:
             return self._fail(f"{why} before the first step, and nobody replaces it")
@@ -236,6 +237,8 @@ class Membership(Roster):
                 f"rank {dead.slot} died {slot.early_deaths} times before the first step; "
                 f"the last time: {why}"
             )
+        if self.policy.begins_alone:
+            return self._fork(dead.slot, prefer=dead.host)
         self._slots = {n: s for n, s in self._slots.items() if n < self.policy.ranks}
         return self._start_again(f"rank {dead.slot} died")
 
@@ -343,7 +346,7 @@ class Membership(Roster):
         return actions + self._top_up()
 
     def _begin(self, stay: list[Member]) -> list[Action]:
-        is_first = self.epoch < 0
+        is_first = self.epoch < 0 and not self.policy.begins_alone
         inside = self._in_epoch()
         best = _best(inside)
         if best is not None and best.is_leaving:

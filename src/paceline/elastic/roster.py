@@ -182,7 +182,7 @@ class Roster:
         return [
             each
             for slot, host in enumerate(where)
-            for each in self._fork(slot, is_first=True, host=host)
+            for each in self._fork(slot, is_first=not self.policy.begins_alone, host=host)
         ]
 
     def _start_again(self, why: str) -> list[Action]:

@@ -23,7 +23,7 @@ __all__ = ["TorchConfig"]
 
 # Where prepare_model is, in both generations of Ray Train; one of them may go.
 _MODULES = ("ray.train.v2.torch.train_loop_utils", "ray.train.torch.train_loop_utils")
-_AUTO = "auto"
+AUTO = "auto"
 _NAME = "DistributedDataParallel"
 
 
@@ -45,13 +45,13 @@ class TorchConfig(RayTorchConfig):
     """
 
     # Not None: TorchTrainer would make gloo of it.
-    backend: str | None = _AUTO
+    backend: str | None = AUTO
     wrapper_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def backend_cls(self) -> type:
         """What sets up the workers."""
-        return _Backend
+        return TorchSetup
 
     @property
     def train_func_context(self) -> Callable[[], Any]:
@@ -59,16 +59,20 @@ class TorchConfig(RayTorchConfig):
         return partial(WrapsInOurs, self.wrapper_options)
 
 
-class _Backend(_TorchBackend):
+class TorchSetup(_TorchBackend):
     """Ray's, with our process group where it would choose gloo."""
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         resources = worker_group.get_resources_per_worker()
-        has_accelerator = resources.get("GPU", 0) > 0 or resources.get("TPU", 0) > 0
-        if backend_config.backend == _AUTO:
+        if backend_config.backend == AUTO:
             backend_config = copy.copy(backend_config)
-            backend_config.backend = None if has_accelerator else BACKEND_NAME
+            backend_config.backend = None if has_accelerator(resources) else BACKEND_NAME
         super().on_start(worker_group, backend_config)
+
+
+def has_accelerator(resources: dict[str, float]) -> bool:
+    """Whether workers with these resources train on something else than CPUs."""
+    return resources.get("GPU", 0) > 0 or resources.get("TPU", 0) > 0
 
 
 class WrapsInOurs(TorchConfigContextManager):
