@@ -118,6 +118,12 @@ def step_both(
     return found
 
 
+def train_both(ours: DDP, theirs: TorchDDP, steps: int = 3, *, zero: bool = True) -> None:
+    """Run steps on the mean square of the output, each compared as by :func:`step_both`."""
+    for step in range(steps):
+        step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean(), zero=zero)
+
+
 def assert_sum_over_batches(ddp: DDP, steps: Sequence[int]) -> None:
     """Compare with the gradient of the sum over several batches, and with the other ranks."""
 

@@ -30,6 +30,7 @@ from tests.ddp.compare import (
     pair,
     reference_gradients,
     step_both,
+    train_both,
 )
 from tests.ddp.models import Bag, Branches, mlp, seeded
 
@@ -204,8 +205,7 @@ def test_set_buffer_and_a_result_of_its_own() -> None:
                 ours, theirs = pair(mlp(4), gradient_as_bucket_view=views)
                 for model in (ours, theirs):
                     model.register_comm_hook(None, hook)
-                for step in range(3):
-                    step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+                train_both(ours, theirs)
 
     run_ranks(2, on_rank)
 
@@ -228,8 +228,7 @@ def test_chained_futures() -> None:
         ours, theirs = pair(mlp(4), bucket_cap_mb=100)
         for model in (ours, theirs):
             model.register_comm_hook(None, twice)
-        for step in range(3):
-            step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+        train_both(ours, theirs)
 
     run_ranks(2, on_rank)
 

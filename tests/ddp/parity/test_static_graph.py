@@ -23,6 +23,7 @@ from tests.ddp.compare import (
     pair,
     reference_gradients,
     step_both,
+    train_both,
 )
 from tests.ddp.models import Branches, Tied, mlp, seeded
 
@@ -147,8 +148,7 @@ def test_set_static_graph_later() -> None:
         for ddp in (ours, theirs):
             ddp._set_static_graph()
             assert ddp.static_graph
-        for step in range(3):
-            step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+        train_both(ours, theirs)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             ours._set_static_graph()
@@ -202,8 +202,7 @@ def test_accumulating_without_zero_grad(views: bool | None) -> None:
         torch.manual_seed(0)
         model = Checkpointed(reentrant=True, times=2)
         ours, theirs = pair(model, gradient_as_bucket_view=views, **STATIC)
-        for step in range(4):
-            step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean(), zero=False)
+        train_both(ours, theirs, 4, zero=False)
 
     run_ranks(2, on_rank)
 

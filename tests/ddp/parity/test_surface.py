@@ -23,6 +23,7 @@ from tests.ddp.compare import (
     pair,
     reference_gradients,
     step_both,
+    train_both,
 )
 from tests.ddp.models import Normed, mlp, seeded
 
@@ -59,8 +60,7 @@ class TestIgnoreLists:
             model = mlp(4)
             DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight"])
             ours, theirs = pair(model)
-            for step in range(3):
-                step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+            train_both(ours, theirs)
             names = [spec.parameters for spec in ours.stats().buckets]
             assert "2.weight" not in [name for bucket in names for name in bucket]
 
@@ -83,8 +83,7 @@ class TestLogging:
     def test_keys_and_values(self) -> None:
         def on_rank() -> None:
             ours, theirs = pair(mlp(4), bucket_cap_mb=1e-4)
-            for step in range(4):
-                step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+            train_both(ours, theirs, 4)
             mine, torchs = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
             missing = sorted(set(torchs) - set(mine))
             assert missing == [], f"keys that only torch has: {missing}"
@@ -251,8 +250,7 @@ class TestDeviceMesh:
         def on_rank() -> None:
             mesh = init_device_mesh("cpu", (2,))
             ours, theirs = pair_on_mesh(mesh)
-            for step in range(3):
-                step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+            train_both(ours, theirs)
             assert ours.device_mesh is mesh
 
         def pair_on_mesh(mesh: object) -> tuple[DDP, TorchDDP]:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline.testing import run_ranks
-from tests.ddp.compare import assert_identical, batch, gradients, pair, step_both
+from tests.ddp.compare import (
+    assert_identical,
+    batch,
+    gradients,
+    pair,
+    step_both,
+    train_both,
+)
 from tests.ddp.models import mlp
 
 
@@ -122,8 +129,7 @@ def test_views_share_the_bucket(views: bool | None, storages: int) -> None:
     def on_rank() -> int:
         model = mlp(4)
         ours, theirs = pair(model, gradient_as_bucket_view=views)
-        for number in range(3):
-            step_both(ours, theirs, lambda m, n=number: m(batch(n)).square().mean())
+        train_both(ours, theirs)
         return len(Pointers(model).storages)
 
     assert run_ranks(2, on_rank) == [storages] * 2
@@ -183,8 +189,7 @@ def test_accumulation_over_steps(views: bool | None) -> None:
 
     def on_rank() -> None:
         ours, theirs = pair(mlp(4), gradient_as_bucket_view=views)
-        for number in range(4):
-            step_both(ours, theirs, lambda m, n=number: m(batch(n)).square().mean(), zero=False)
+        train_both(ours, theirs, 4, zero=False)
 
     run_ranks(2, on_rank)
 

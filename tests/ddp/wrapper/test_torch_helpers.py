@@ -17,7 +17,7 @@ from tests.ddp.compare import (
     batch,
     gradients,
     pair,
-    step_both,
+    train_both,
 )
 from tests.ddp.models import mlp
 
@@ -122,8 +122,7 @@ class TestHelpers:
             ours, theirs = pair(mlp(4))
             for ddp in (ours, theirs):
                 ddp._set_ddp_sink_clone(False)
-            for step in range(2):
-                step_both(ours, theirs, lambda m, s=step: m(batch(s)).square().mean())
+            train_both(ours, theirs, 2)
 
         run_ranks(2, on_rank)
 
