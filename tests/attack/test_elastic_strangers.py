@@ -18,7 +18,10 @@ from paceline.elastic.hosts.listening import sockets_of, tcp_table
 from tests.attack.second_user import as_other_user
 from tests.elastic.jobs import JobOnSharedServer, check, run_job
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
+]
 
 assert encodings.idna  # found when somebody connects: another user may not be able to
 _LISTENS = "0A"

@@ -81,13 +81,14 @@ def wait_gone(tmp_path: Path) -> None:
 KILLED = -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_undisturbed(tmp_path: Path) -> None:
     ended, codes = run_ranks_of_nobody(tmp_path)
     assert codes == [0, 0, 0], ended.logs()
     check(ended, faults=0, world=3)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.slow), "paceline"])
 def test_a_rank_dies_in_the_backward(tmp_path: Path, backend: str) -> None:
     ended, codes = run_ranks_of_nobody(tmp_path, faults=[("kill", "bucket", 5, 1)], backend=backend)
     assert codes == [0, KILLED, 0], ended.logs()
@@ -95,12 +96,14 @@ def test_a_rank_dies_in_the_backward(tmp_path: Path, backend: str) -> None:
     assert re.search(r"epoch 1: 2 ranks from step 5 on, because rank 1 \(pid \d+\)", ended.logs())
 
 
+@pytest.mark.slow
 def test_rank_0_dies_and_with_it_the_store(tmp_path: Path) -> None:
     ended, codes = run_ranks_of_nobody(tmp_path, faults=[("kill", "forward", 5, 0)])
     assert codes == [KILLED, 0, 0], ended.logs()
     check(ended, faults=1, world=2)
 
 
+@pytest.mark.slow
 def test_two_at_once(tmp_path: Path) -> None:
     faults = [("kill", "bucket", 5, 0), ("kill", "bucket", 5, 2)]
     ended, codes = run_ranks_of_nobody(tmp_path, faults=faults)
@@ -108,6 +111,7 @@ def test_two_at_once(tmp_path: Path) -> None:
     check(ended, faults=2, world=1)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_fenced(tmp_path: Path) -> None:
     ended, codes = run_ranks_of_nobody(
         tmp_path, faults=[("stop", "forward", 5, 1)], environ={STUCK_AFTER: "1.0"}
@@ -117,12 +121,14 @@ def test_a_stopped_rank_is_fenced(tmp_path: Path) -> None:
     assert "was killed: it was stopped" in ended.logs()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_missed(tmp_path: Path) -> None:
     ended, codes = run_ranks_of_nobody(tmp_path, faults=[("raise", "forward", 5, 2)])
     assert codes == [0, 0, 1], ended.logs()
     check(ended, faults=1, world=2)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_is_a_departure(tmp_path: Path) -> None:
     ended, codes = run_ranks_of_nobody(tmp_path, faults=[("terminate", "forward", 5, 1)])
     assert codes == [0, 0, 0], ended.logs()
@@ -130,6 +136,7 @@ def test_sigterm_to_one_is_a_departure(tmp_path: Path) -> None:
     assert "rank 1 was told to end, and leaves after step 6" in ended.logs()
 
 
+@pytest.mark.slow
 def test_a_step_that_nobody_can_undo_ends_the_job_with_the_remedy(tmp_path: Path) -> None:
     ended, codes = run_ranks_of_nobody(
         tmp_path, faults=[("kill", "metrics", 5, 1)], metrics_before_commit=True
