@@ -204,7 +204,7 @@ class ElasticJob(Job):
         else:
             agent.say("leaving")
         if self._is_first_host or self._signals[0] != signal.SIGTERM:
-            agent.hang_up_on_ranks()
+            agent.ranks.close()  # SIGTERM means to a rank what it usually means
 
     # --- what the coordinator asks for ------------------------------------------------------------
     def fork(self, order: dict[str, Any]) -> None:

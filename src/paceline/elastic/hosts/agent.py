@@ -226,10 +226,6 @@ class Agent:
         """For how long a rank has not answered that."""
         return self.ranks.silent_s(member)
 
-    def hang_up_on_ranks(self) -> None:
-        """From now on SIGTERM means to a rank what it usually means."""
-        self.ranks.close()
-
     def on_welcome(self, message: dict[str, Any]) -> None:
         """A coordinator is there: one that knows this host, or one that has its report."""
         keep = {int(member) for member in message["keep"]}
