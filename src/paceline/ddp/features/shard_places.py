@@ -54,7 +54,7 @@ class ShardPlaces:
         on_turn: Callable[[int], None],
     ) -> None:
         self._parameters = reducer.parameters
-        self._end_local = reducer.runner.end_local
+        self._end_shard = reducer.end_shard
         self._buffers = buffers
         self._on_turn = on_turn
         self.all = [Place(seed, active=TorchDDP._active_ddp_module) for seed in seeds]
@@ -76,7 +76,7 @@ class ShardPlaces:
     def leave(self, position: int) -> None:
         """See :class:`paceline.shards.turns.Places`."""
         place = self.all[position]
-        self._end_local()
+        self._end_shard()
         place.streams, place.active = OwnStreams(), TorchDDP._active_ddp_module
         place.gradients = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:

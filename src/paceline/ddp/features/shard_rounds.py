@@ -228,7 +228,7 @@ class ShardRounds:
     def _open(self, owned: range) -> object:
         self._tell_of_broken_round(owned)
         self._token = token = object()
-        self._reducer.runner.end_local()
+        self._reducer.end_shard()
         self._begun_at = self._reducer.counters.steps
         self._staying = None
         self._own = OwnStreams()
@@ -255,7 +255,7 @@ class ShardRounds:
 
     def _close(self, ddp: TorchDDP) -> None:
         self._token = None
-        self._reducer.runner.end_local()
+        self._reducer.end_shard()
         ddp.require_backward_grad_sync = True
         if self._own is not None:
             self._own.put_back()
@@ -267,7 +267,7 @@ class ShardRounds:
         self._buffers.take()
         if is_last:
             return
-        self._reducer.runner.end_local()
+        self._reducer.end_shard()
         parameters = self._reducer.parameters
         policy = self._reducer.runner.context.policy
         can_stay = self._can_stay and self._sums.stays(node, len(parameters), policy)

@@ -207,6 +207,11 @@ class Reducer(ReducerNames):
         if self.expects_backward:
             self.runner.phase = Phase.IDLE
 
+    def end_shard(self) -> None:
+        """A shard whose gradients are local has ended, well or not."""
+        if self.runner.phase in (Phase.IDLE, Phase.EXPECTING):
+            self.runner.progress.count_local(is_over=True)
+
     @property
     def expects_backward(self) -> bool:
         """Whether a forward has run whose backward is to come."""

@@ -208,11 +208,6 @@ class StepRunner(ManualFinish):
         self._begin(in_context=in_context, outer=None if in_context else enclosing_backward_node())
         return True
 
-    def end_local(self) -> None:
-        """A shard has ended, well or not."""
-        if self._step is None:
-            self.progress.count_local(is_over=True)
-
     def _is_others_gradient(self) -> bool:
         """Say whether a backward that did not reach our outputs is that of another wrapper."""
         if self.phase is not Phase.EXPECTING or not self.sharing:
