@@ -1,21 +1,28 @@
 """The process of a member that the launcher has forked. Must not import torch.
 
-Used by :mod:`paceline.elastic.job`; by ``autoload.py`` if the target is a program of its own.
+Used by :mod:`paceline.elastic.job`; by ``autoload.py`` if the target is a program of its own, so
+whatever imports Paceline imports this: it must stay cheap.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from paceline.elastic.protocol import MEMBER_PID
-from paceline.launch.script import run_rank
-from paceline.launch.target import Target
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from multiprocessing.connection import Connection
+
+    from paceline.launch.target import Target
+
+MEMBER_PID = "PACELINE_ELASTIC_PID"
+"""The environment variable with the process of the member; what it starts has the same value."""
 
 
 def run_member(pipe: Connection, target: Target, rank: int, environ: Mapping[str, str]) -> int:
     """The whole life of a member, as ``run_rank``."""
+    from paceline.launch.script import run_rank
+
     own = {MEMBER_PID: str(os.getpid())}
     os.environ |= own
     meet_in_private()

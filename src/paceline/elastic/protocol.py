@@ -66,8 +66,6 @@ MEMBER = "PACELINE_ELASTIC_MEMBER"
 ATTEMPT = "PACELINE_ELASTIC_ATTEMPT"
 """The environment variable with the number under which members meet that begin together."""
 
-MEMBER_PID = "PACELINE_ELASTIC_PID"
-"""The environment variable with the process of the member; what it starts has the same value."""
 
 HOSTS = "PACELINE_ELASTIC_HOSTS"
 """The environment variable with the number of hosts, if ranks may be elsewhere."""
