@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from paceline import DistributedDataParallel as DDP
 from paceline import hooks
 from paceline.elastic import DistributedSampler, State
 from paceline.elastic.checkpoint import folder as folders
-from paceline.elastic.checkpoint import writer
+from paceline.elastic.checkpoint import reader, writer
 from paceline.errors import CheckpointError, ConfigurationError
 from paceline.testing import run_ranks
 
@@ -195,6 +197,37 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         state.load(tmp_path)
     for each in (state, wider):
         each.close()
+
+
+class _OldMember(Enum):
+    """As Python 3.11.2 pickles members."""
+
+    ONE = 1
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return getattr, (type(self), self.name)
+
+
+def test_members_of_enums_are_read_and_nothing_else_of_an_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(reader._ALLOWED, __name__, {"_OldMember"})
+    monkeypatch.setitem(reader._ALLOWED, "os", {"environ"})
+
+    def read(value: object) -> object:
+        return reader._IndexUnpickler(io.BytesIO(pickle.dumps(value))).load()
+
+    class Attack:
+        def __init__(self, *asked: object) -> None:
+            self.asked = asked
+
+        def __reduce__(self) -> Any:
+            return getattr, self.asked
+
+    assert read(_OldMember.ONE) is _OldMember.ONE
+    for asked in ((_OldMember, "__init__"), (_OldMember, "TWO"), ("", "format"), (1, "real")):
+        with pytest.raises((CheckpointError, KeyError)):
+            read(Attack(*asked))
 
 
 def test_an_index_that_would_run_code_is_not_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import tempfile
 from multiprocessing.connection import Connection
@@ -55,3 +56,20 @@ def test_one_that_is_being_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "paceline-elastic-link").symlink_to(made)
     PrivateDirectory().close()
     assert made.exists()
+
+
+def test_a_file_that_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = PrivateDirectory()
+    rmtree = shutil.rmtree
+    late = [made.path / "late", made.path / "later"]
+
+    def remove(path: Path, **options: bool) -> None:
+        if late:
+            path.mkdir(exist_ok=True)
+            late.pop().touch()
+            return
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    made.close()
+    assert not made.path.exists()

@@ -186,7 +186,9 @@ def run_examples(count: int) -> int:
 
     @settings(
         max_examples=count,
+        derandomize=True,
         database=None,
+        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(examples())

@@ -243,6 +243,8 @@ def replay(case: Case, world: int = 2) -> None:
 # --- the properties ------------------------------------------------------------------------------
 
 drawn = settings(
+    deadline=None,
+    derandomize=True,
     database=None,
     print_blob=False,
     suppress_health_check=list(HealthCheck),

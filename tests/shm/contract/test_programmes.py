@@ -94,6 +94,8 @@ def drive(names: tuple[str, ...]) -> int:
 
     @settings(
         max_examples=EXAMPLES,
+        derandomize=True,
+        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(steps(dist.get_world_size()), min_size=1, max_size=12))

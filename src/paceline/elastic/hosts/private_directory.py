@@ -16,10 +16,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 _PREFIX = "paceline-elastic-"
 _LOCK = "owner"
+_TRIES = 100
 
 
 class PrivateDirectory:
@@ -39,7 +41,7 @@ class PrivateDirectory:
 
     def close(self) -> None:
         """Remove it. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -51,7 +53,16 @@ def _remove_left(where: Path) -> None:
         with contextlib.suppress(OSError):
             status = path.lstat()
             if status.st_uid == os.geteuid() and not path.is_symlink() and _is_left(path):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Also if a rank that ends just now makes a file in it, as the end of a FileStore may."""
+    for _ in range(_TRIES):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.01)
 
 
 def _is_left(path: Path) -> bool:
