@@ -255,12 +255,13 @@ def train(state: elastic.State) -> None:
     while not is_over():
         sampler.set_epoch(state.epoch)
         for indices, inputs, targets in loader:
-            with state.micro_batch() as micro:
-                loss = torch.nn.functional.mse_loss(model(inputs), targets)
-                micro.scale(loss).backward()
+            # Before the backward: where that raises, others may have its gradients already.
             note(
                 f"seen-{MEMBER}", [state.step + 1, state.epoch, sampler.position, indices.tolist()]
             )
+            with state.micro_batch() as micro:
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                micro.scale(loss).backward()
             if not micro.is_last:
                 continue
             fault("between", state.step)

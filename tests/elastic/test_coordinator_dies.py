@@ -19,7 +19,7 @@ def do_once_after_a_step(
     acted: list[None] = []
 
     def on_wait(job: JobOnSharedServer) -> None:
-        if not acted and list(out.glob("seen-*")):
+        if not acted and list(out.glob("digests-*")):
             acted.append(act(job))
 
     return on_wait
