@@ -34,13 +34,13 @@ def waited_for_the_other() -> float:
     return time.perf_counter() - began
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_ranks_of_the_floor_do_meet() -> None:
     first, second = run_ranks(2, waited_for_the_other)
     assert first > second + 0.5
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_hot_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("hot_path", "--ranks", "1", "--rounds", "2", "--steps", "1", "--profile")
     report = run(tmp_path / "out.json", *words)
@@ -51,7 +51,7 @@ def test_hot_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "microseconds" in capsys.readouterr().out
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
     report = run(tmp_path / "out.json", "memory", "--check")
     one_set = report["gradient_bytes"]
@@ -73,7 +73,7 @@ def test_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hot_path" in capsys.readouterr().err
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_one_message_of_a_parameter_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +89,7 @@ def test_one_message_of_a_parameter_server(
     assert "python / native" in capsys.readouterr().out
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (
         "ps_lookup --rows 100,10000 --unique 50 --bags 20 --ids 4 --dim 8 --servers 2 --rounds 2"
@@ -102,7 +102,7 @@ def test_parameter_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "ratio" in capsys.readouterr().out
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_trainers_own_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "ps_trainer --tables 2 --rows 20 --dim 4 --ids 6 --bag 3 --steps 20"
     times = run(tmp_path / "out.json", *words.split())["times_s"]
@@ -111,7 +111,7 @@ def test_a_trainers_own_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "native core" in capsys.readouterr().out
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_compression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "powersgd_compress --models small --ranks 1 --rounds 2"
     (result,) = run(tmp_path / "out.json", *words.split())["results"]

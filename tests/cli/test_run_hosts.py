@@ -11,7 +11,7 @@ from paceline.testing.hosts import Hosts, hosts_unavailable_reason, test_hosts
 from tests.cli.launched import environ, finish, start
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.slow,
     pytest.mark.skipif(
         hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason())
     ),

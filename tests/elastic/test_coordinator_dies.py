@@ -57,7 +57,7 @@ def test_a_rank_dies_meanwhile(tmp_path: Path) -> None:
     assert f"(pid {killed[0]}) was killed by SIGKILL" in ended.events()[-1]["why"]
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_it_is_killed_again_and_again_in_recovery(tmp_path: Path) -> None:
     """At each look of the launcher, from the death of a rank on."""
 
@@ -74,7 +74,7 @@ def test_it_is_killed_again_and_again_in_recovery(tmp_path: Path) -> None:
     assert len(kills) == 8
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_stopped_one_is_replaced(tmp_path: Path) -> None:
     def stop(job: JobOnSharedServer) -> None:
         pids.append(pid_of(job))

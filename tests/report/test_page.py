@@ -153,7 +153,7 @@ def test_numbers_and_no_network(rendered: tuple[Path, Analysis], open_page: Open
     assert 880 <= float(cells[0].split()[0]) <= 930
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 @needs_browser
 class TestPage:
     def test_filter_by_rank(self, rendered: tuple[Path, Analysis], open_page: Open) -> None:
@@ -278,6 +278,7 @@ class TestPage:
         overflow = "(e) => e.closest('.scroll').scrollWidth - e.closest('.scroll').clientWidth"
         assert page.locator("#stragglers").evaluate(overflow) == 0
 
+    @pytest.mark.alone
     def test_opens_within_3_s(self, tmp_path: Path, open_page: Open) -> None:
         """4 ranks of 5,000 steps: at most 1.5 MB and the data."""
         path = tmp_path / "large.html"

@@ -13,12 +13,12 @@ NAMES = ("cnn", "embedding", "unused", "weighted", "synced")
 
 
 @pytest.mark.skipif(hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason()))
-@pytest.mark.parametrize("ranks", [[1, 2], pytest.param([3, 1], marks=pytest.mark.alone)])
+@pytest.mark.parametrize("ranks", [[1, 2], pytest.param([3, 1], marks=pytest.mark.slow)])
 def test_uneven_hosts(ranks: list[int]) -> None:
     compare_with_one_rank(ranks, NAMES, 4)
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason()))
 def test_a_thousand_steps() -> None:

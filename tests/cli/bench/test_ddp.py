@@ -82,7 +82,7 @@ def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "hooks.register(ddp" in out
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_our_models_and_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = tmp_path / "out.json"
     words = ["bench", "ddp", "--model", "small", "--ranks", "2", "--launches", "2", "--rounds", "2"]

@@ -10,7 +10,7 @@ import pytest
 from paceline.cli import main
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_replicas_beside_the_plain_module(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

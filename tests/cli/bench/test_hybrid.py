@@ -97,7 +97,7 @@ def test_every_route_trains_like_plain_torch() -> None:
     assert result["threads"] == 1
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_trainers_stay_equal_and_share_the_tables() -> None:
     plan = plan_of(2, 2, cycles=1)
     first, second = train_on(plan)
@@ -107,7 +107,7 @@ def test_trainers_stay_equal_and_share_the_tables() -> None:
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.may_leave("descriptors")  # matplotlib keeps its fonts open
 def test_table_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, plot = tmp_path / "hybrid.json", tmp_path / "hybrid.png"

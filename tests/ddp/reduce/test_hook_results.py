@@ -113,7 +113,7 @@ def never(everywhere: bool) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_future_that_is_never_completed(everywhere: bool) -> None:
     for text, took_s in run_ranks(2, never, everywhere):
@@ -134,7 +134,7 @@ def forgets_buffers() -> str:
     return "no error"
 
 
-@pytest.mark.alone
+@pytest.mark.slow
 def test_a_future_of_a_buffer_hook_that_is_never_completed() -> None:
     for text in run_ranks(2, forgets_buffers):
         assert "a future of the buffer hook did not complete within 3.6 s" in text
