@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from multiprocessing.connection import Connection
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.elastic.hosts.private_directory import PrivateDirectory
+from paceline.elastic.protocol import coordinator_path
 from tests.children import child_process
 
 pytestmark = pytest.mark.usefixtures("warm_fork_server")
@@ -73,3 +75,19 @@ def test_a_file_that_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "rmtree", remove)
     made.close()
     assert not made.path.exists()
+
+
+def test_a_temporary_folder_that_is_too_deep_for_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    made = PrivateDirectory()
+    try:
+        assert made.path.parent == Path("/tmp")
+        assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(str(coordinator_path(made.path)))
+    finally:
+        made.close()

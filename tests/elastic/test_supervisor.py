@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -21,7 +23,7 @@ import torch.multiprocessing as mp
 
 from paceline.elastic.supervisor import STUCK_AFTER
 from paceline.launch.fork_server import shared_fork_server
-from paceline.launch.script import run_rank
+from paceline.launch.script import read_raised, run_rank
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.run_folder import RunFolder
 from tests.elastic.jobs import SCRIPT, Ended, Fault, check
@@ -38,7 +40,11 @@ def free_port() -> int:
 
 def rank_environ(ranks: int, port: int, rank: int, tmp_path: Path) -> dict[str, str]:
     own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    common = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(temporary(tmp_path)),
+    }
     return {name: str(value) for name, value in (own | common).items()}
 
 
@@ -47,7 +53,7 @@ def run_ranks_of_nobody(
 ) -> tuple[Ended, list[int]]:
     """Train ``script.py`` on ranks that nobody looks after; returns their exit codes, too."""
     out = tmp_path / "out"
-    for each in (out, tmp_path / "tmp", tmp_path / "logs"):
+    for each in (out, tmp_path / "logs"):
         each.mkdir()
     order = {"steps": 20, "faults": faults, **options}
     target = Target(TargetKind.SCRIPT, str(SCRIPT), (str(out), json.dumps(order)))
@@ -62,20 +68,33 @@ def run_ranks_of_nobody(
         children.append(child)
     until_s = time.monotonic() + DEADLINE_S
     codes = [child.wait(max(0.0, until_s - time.monotonic())) for child in children]
-    for child in children:
+    for rank, child in enumerate(children):
         child.kill()
+        raised = read_raised(child.pipe)
+        with (tmp_path / "logs" / f"rank{rank}.log").open("a") as log:  # the launcher does it else
+            log.write(raised.traceback if raised is not None else "")
         child.close()
     wait_gone(tmp_path)
     ended = Ended(0, out, RunFolder(tmp_path / "logs"))
     return ended, [-1 if code is None else code for code in codes]
 
 
+def temporary(tmp_path: Path) -> Path:
+    """A temporary folder with a name that is short enough for sockets."""
+    link = tmp_path / "tmp"
+    if not link.exists():
+        link.symlink_to(tempfile.mkdtemp())
+    return link.resolve()
+
+
 def wait_gone(tmp_path: Path) -> None:
     """Until the supervisor has ended: it removes its directory."""
     until_s = time.monotonic() + 60
-    while list((tmp_path / "tmp").glob("paceline-elastic-*")):
+    folder = temporary(tmp_path)
+    while list(folder.glob("paceline-elastic-*")):
         assert time.monotonic() < until_s, "the supervisor has not ended"
         time.sleep(0.02)
+    shutil.rmtree(folder)  # torch leaves files there
 
 
 KILLED = -signal.SIGKILL
@@ -158,8 +177,7 @@ def spawned(rank: int, environ: list[dict[str, str]], words: list[str]) -> None:
 @pytest.mark.slow
 def test_under_mp_spawn_without_join(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for each in (out, tmp_path / "tmp"):
-        each.mkdir()
+    out.mkdir()
     order = {"steps": 20, "faults": [("kill", "bucket", 5, 0)]}
     port = free_port()
     environ = [rank_environ(3, port, rank, tmp_path) for rank in range(3)]
@@ -174,12 +192,11 @@ def test_under_mp_spawn_without_join(tmp_path: Path) -> None:
 
 def run_torchrun(tmp_path: Path, **order: Any) -> tuple[Path, subprocess.CompletedProcess[str]]:
     out = tmp_path / "out"
-    for each in (out, tmp_path / "tmp"):
-        each.mkdir()
+    out.mkdir()
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*words, str(SCRIPT), str(out), json.dumps(order)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))},
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,

@@ -22,6 +22,8 @@ from pathlib import Path
 _PREFIX = "paceline-elastic-"
 _LOCK = "owner"
 _TRIES = 100
+_SOCKET_PATH_BYTES = 108  # <sys/un.h>
+_NAME_BYTES = 32  # what mkdtemp adds, and the name of a socket
 
 
 class PrivateDirectory:
@@ -32,8 +34,9 @@ class PrivateDirectory:
     """
 
     def __init__(self) -> None:
-        _remove_left(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        where = _parent()
+        _remove_left(where)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
         draft = self.path / f"{_LOCK}.new"
         self._lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -45,6 +48,13 @@ class PrivateDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def _parent() -> Path:
+    """The temporary folder; ``/tmp`` if that is too deep for sockets."""
+    where = Path(tempfile.gettempdir())
+    longest = len(os.fsencode(where / _PREFIX)) + _NAME_BYTES
+    return where if longest < _SOCKET_PATH_BYTES else Path("/tmp")
 
 
 def _remove_left(where: Path) -> None:
