@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = """\
 paceline bench elastic --ranks 2 --kills 2 --contenders paceline --rounds 0
-paceline bench elastic --kills 10 --plot elastic.png"""
+paceline bench elastic --ranks 2 --kills 3 --rounds 2 --plot elastic.png"""
 SHORT = {name.replace(", a ", "-"): name for name in CONTENDERS}
 LIMIT_S = 90.0
 
