@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 
 from paceline.testing import run_ranks
 from tests.shards.trainings import train_all
 
 FOUR_MODELS = ("mlp", "cnn", "transformer", "embedding")
+MANY_STEPS = 1000 if os.environ.get("PACELINE_LONG") else 250
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.testing.hosts import hosts_unavailable_reason, run_on_hosts, test_hosts
-from tests.shards.one_rank import FOUR_MODELS, on_one_rank
+from tests.shards.one_rank import FOUR_MODELS, MANY_STEPS, on_one_rank
 from tests.shards.trainings import train_all
 
 test_hosts.__test__ = False  # type: ignore[attr-defined]
@@ -21,8 +21,8 @@ def test_uneven_hosts(ranks: list[int]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason()))
-def test_a_thousand_steps() -> None:
-    compare_with_one_rank([2, 1], FOUR_MODELS, 1000)
+def test_many_steps() -> None:
+    compare_with_one_rank([2, 1], FOUR_MODELS, MANY_STEPS)
 
 
 def compare_with_one_rank(ranks: list[int], names: tuple[str, ...], steps: int) -> None:
