@@ -27,6 +27,7 @@ from paceline.transport.messages import GroupMessages
 logger = logging.getLogger("paceline.elastic")
 
 _WHAT = "the beginning of elastic training"
+_START_S = 60.0
 _ROOT = str(Path(__file__).parents[2])
 _NOT_HERE = (
     "these ranks are on several hosts and were not started by `paceline run --elastic`: if one of "
@@ -73,19 +74,15 @@ def _start(ranks: list[Any]) -> dict[str, str]:
     """Start it, and hear where it is; or what went wrong."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([_ROOT, *_python_path()])}
     try:
-        with subprocess.Popen(
+        order = {"ranks": [[each["pid"], each["started"]] for each in ranks]}
+        answer = subprocess.run(
             [sys.executable, "-m", "paceline.elastic.supervisor"],
-            stdin=subprocess.PIPE,
+            input=json.dumps(order).encode() + b"\n",
             stdout=subprocess.PIPE,
             env=environ,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            order = {"ranks": [[each["pid"], each["started"]] for each in ranks]}
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.close()
-            answer = process.stdout.readline()
-    except OSError as error:
+            timeout=_START_S,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": f"its supervisor could not be started: {error}"}
     if not answer:
         return {"error": "its supervisor has ended; the log of rank 0 says why"}

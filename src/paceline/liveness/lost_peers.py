@@ -25,8 +25,8 @@ UNKNOWN_WAIT_S = 0.5
 """The same where one rank has not said yet who it is, so that its end cannot be seen: it is meant
 if none of the others is seen to end."""
 
-CONNECTION_CLOSED = "gloo says: Connection closed by peer, or Connection reset by peer."
-"""People match on gloo's words."""
+CONNECTION_CLOSED = "(With gloo: Connection closed by peer, or Connection reset by peer.)"
+"""People match on gloo's words; the kernel decides which of the two gloo says."""
 
 NO_LONGER = "The group cannot be used any more; make a new one."
 

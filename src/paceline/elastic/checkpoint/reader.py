@@ -105,7 +105,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: object, name: object) -> enum.Enum:
-    """What Python 3.11 before 3.11.4 pickles of a member is ``getattr(its class, its name)``."""
+    """An early Python 3.11 (3.11.2) pickles a member as ``getattr(its class, its name)``."""
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(name, str):
         return kind[name]
     raise CheckpointError(f"the index of the checkpoint asks for {name!r} of {kind!r}")
