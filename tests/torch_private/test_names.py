@@ -18,7 +18,13 @@ NOT_TORCHS = {"_getframe", "_context_id", "_devices", "_timeout", "_threads", "_
 # torch's, but set by a constructor: no class has them.
 OF_OBJECTS = {"_per_optimizer_states"}
 # torch's debug server: a file of its own, which is imported when it is used.
-LATER = {"debug.py"}
+# And what tensor parallelism needs.
+LATER = {"debug.py", "tensor_parallel.py"}
+
+SOURCE = FOLDER.parent
+# Used where they are: calls that a substitute would only slow down, and what the wrapper has to
+# have as a subclass of torch's.
+ANYWHERE = {"_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_active_ddp_module"}
 
 
 def private_names_of(path: Path) -> set[str]:
@@ -36,6 +42,75 @@ def test_all_are_listed() -> None:
     for path in FOLDER.glob("*.py"):
         if path.name not in LATER | {"names.py"}:
             assert private_names_of(path) <= listed | NOT_TORCHS | OF_OBJECTS, path.name
+
+
+def private_parts(path: str) -> list[str]:
+    return [part for part in path.split(".") if part.startswith("_") and not part.startswith("__")]
+
+
+def functions_of(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+ELSEWHERE = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != FOLDER]
+# Without those that classes of ours have, too.
+OF_TORCHS_OBJECTS = {path.rpartition(".")[2] for path in names.METHODS}.difference(
+    *map(functions_of, ELSEWHERE)
+)
+
+
+def outermost(node: ast.Attribute) -> str:
+    """What ``a.b.c`` begins with; empty for an attribute of something else than a name."""
+    inner = node.value
+    while isinstance(inner, ast.Attribute):
+        inner = inner.value
+    return inner.id if isinstance(inner, ast.Name) else ""
+
+
+def torchs_private_names(tree: ast.Module) -> set[str]:
+    """Private names that a module imports from torch, or takes from what it has imported."""
+    torchs: set[str] = set()
+    used: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            ours = [each for each in node.names if each.name.split(".")[0] == "torch"]
+            torchs |= {each.asname or "torch" for each in ours}
+            used += [each.name for each in ours]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            torchs |= {each.asname or each.name for each in node.names}
+            used += [f"{node.module}.{each.name}" for each in node.names]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (
+            outermost(node) in torchs or node.attr in OF_TORCHS_OBJECTS
+        ):
+            used.append(node.attr)
+    return {part for path in used for part in private_parts(path)}
+
+
+def test_none_is_used_elsewhere() -> None:
+    found = {
+        str(path.relative_to(SOURCE)): used
+        for path in ELSEWHERE
+        if (used := torchs_private_names(ast.parse(path.read_text())) - ANYWHERE)
+    }
+    assert not found, f"move what uses these into torch_private/: {found}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "group._register_backend()",
+        "from torch._C._distributed_c10d import TCPStore",
+        "from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform",
+        "import torch._dynamo",
+        "import torch.distributed as dist; dist.distributed_c10d._world.group_count = 0",
+        "from torch import nn; nn.Module._replicate_for_data_parallel(module)",
+        "mesh._get_root_mesh()",
+    ],
+)
+def test_each_way_to_use_one_is_seen(line: str) -> None:
+    assert torchs_private_names(ast.parse(line))
 
 
 def test_this_torch_has_all_of_them() -> None:

@@ -23,7 +23,7 @@ from paceline.errors import (
     MeshError,
     UntrainableModuleError,
 )
-from paceline.torch_private.groups import default_group
+from paceline.torch_private.groups import default_group, is_slice
 from paceline.torch_private.modules import device_index, knows_sync_batch_norm
 
 # Bound at import: torch's own tests put our class in the place of that name.
@@ -253,11 +253,10 @@ def check_delayed(given: Mapping[str, Any]) -> None:
 
 def prepare_mesh(module: torch.nn.Module, device_mesh: Any) -> None:
     """A slice of a larger mesh means tensor parallelism inside: convert the module's parameters."""
-    if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
-        return
-    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+    if device_mesh is not None and is_slice(device_mesh):
+        from paceline.torch_private.tensor_parallel import convert_module
 
-    _pre_dp_module_transform(module)
+        convert_module(module)
 
 
 def choose_transport(transport: str) -> TransportChoice:

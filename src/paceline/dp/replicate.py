@@ -31,6 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from paceline.dp.devices import DeviceLike, copy_to, parse_devices
 from paceline.errors import PlacementError, UntrainableModuleError
+from paceline.torch_private.modules import replicate_as_torch, replicates_itself
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -165,8 +166,8 @@ def _give_parameters(
 def _shallow_copy(module: nn.Module) -> nn.Module:
     """Copy a module without what it holds; as torch does it, and as a module may do it itself."""
     kind = type(module)
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
-        made: nn.Module = module._replicate_for_data_parallel()
+    if replicates_itself(kind):
+        made = replicate_as_torch(module)
         made.__dict__["_former_parameters"] = {}
         return made
     copied: nn.Module = kind.__new__(kind)

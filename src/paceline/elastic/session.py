@@ -34,6 +34,7 @@ from paceline.errors import (
     MembershipError,
 )
 from paceline.hooks.round_scheduler import close_schedulers
+from paceline.torch_private.groups import default_group, restart_group_names, set_group_timeout
 
 logger = logging.getLogger("paceline.elastic")
 
@@ -214,13 +215,13 @@ class Session:
         self._meet(store, rank, world)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
         self._connect(store, rank, world)
-        dist.distributed_c10d._set_pg_timeout(dist.default_pg_timeout, dist.group.WORLD)
+        set_group_timeout(default_group(), dist.default_pg_timeout)
         for wrapper in self._state.wrappers:
             wrapper._update_process_group(dist.group.WORLD)
 
     def _connect(self, store: Any, rank: int, world: int) -> None:
         # An attempt that failed has counted: names of groups would not be those of a joiner.
-        dist.distributed_c10d._world.group_count = 0
+        restart_group_names()
         limit = datetime.timedelta(seconds=CONNECT_S * 2**self._failures)
         try:
             dist.init_process_group(

@@ -26,11 +26,10 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from paceline.ddp import DistributedDataParallel
 from paceline.elastic.hosts.listening import address_of, listening_at, sockets_of, tcp_table
 from paceline.elastic.protocol import DIRECTORY, peers_path
+from paceline.torch_private.groups import registered_groups
 
 
 def free_collectives(
@@ -56,11 +55,7 @@ def free_collectives(
 def _groups() -> list[Any]:
     from paceline.shm.backend.process_group import PacelineGroup
 
-    return [
-        group
-        for group in list(dist.distributed_c10d._world.pg_map)
-        if isinstance(group, PacelineGroup)
-    ]
+    return [group for group in registered_groups() if isinstance(group, PacelineGroup)]
 
 
 def cut_connections(peers: set[int], listens: Collection[str] = ()) -> int:

@@ -104,6 +104,11 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     _foreach_copy(list(targets), list(sources))
 
 
+def stored_entries(tensor: torch.Tensor) -> int:
+    """How many entries a sparse tensor stores."""
+    return tensor._nnz()
+
+
 def context_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients in a distributed autograd context: its own tensors, not copies.
 

@@ -15,6 +15,7 @@ from paceline.torch_private.names import find
 
 _get_default_group = find("torch.distributed.distributed_c10d._get_default_group")
 _rank_not_in_group = find("torch.distributed.distributed_c10d._rank_not_in_group")
+_set_pg_timeout = find("torch.distributed.distributed_c10d._set_pg_timeout")
 
 if not dist.is_initialized():
     # Its functions have the default group as default argument: None here, but the group, for ever,
@@ -32,7 +33,7 @@ SHRINK_ABORT: int = distributed_c10d.SHRINK_ABORT
 
 def is_backend_in_use(backend: Any) -> bool:
     """Whether a group that is registered has this backend for the CPU."""
-    for group in list(distributed_c10d._world.pg_map):
+    for group in registered_groups():
         try:
             if group._get_backend(torch.device("cpu")) is backend:
                 return True
@@ -51,7 +52,7 @@ def collectives_started(group: dist.ProcessGroup) -> int:
 
 def collectives_of_all_groups() -> int:
     """How many collectives this rank has started on all groups that there are."""
-    return sum(map(collectives_started, dist.distributed_c10d._world.pg_map))
+    return sum(map(collectives_started, registered_groups()))
 
 
 def gloo_group(store: Any, gloo: dist.ProcessGroupGloo) -> dist.ProcessGroup:
@@ -115,6 +116,21 @@ def default_group_or_none() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def registered_groups() -> list[dist.ProcessGroup]:
+    """All groups that this process has, the default one among them."""
+    return list(distributed_c10d._world.pg_map)
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Change how long a group's collectives may take."""
+    _set_pg_timeout(timeout, group)
+
+
+def restart_group_names() -> None:
+    """Let the names that c10d gives to groups count from 0 again, as in a new process."""
+    distributed_c10d._world.group_count = 0
+
+
 def registered_name(group: dist.ProcessGroup) -> str | None:
     """The name under which all ranks know a group; None once it is destroyed."""
     return distributed_c10d._world.pg_names.get(group)
@@ -124,6 +140,11 @@ def group_named(name: str) -> dist.ProcessGroup | None:
     """The group of that name, if this process has one."""
     found = distributed_c10d._world.pg_names.items()
     return next((group for group, known in list(found) if known == name), None)
+
+
+def is_slice(device_mesh: Any) -> bool:
+    """Whether a mesh is a part of a larger one."""
+    return bool(device_mesh._get_root_mesh() != device_mesh)
 
 
 def is_outside_group(group: Any) -> bool:

@@ -45,6 +45,8 @@ __all__ = [
     "knows_sync_batch_norm",
     "move_inputs",
     "registered_contents",
+    "replicate_as_torch",
+    "replicates_itself",
 ]
 
 
@@ -105,6 +107,18 @@ def cast_inputs(
 def device_index(device: Any) -> int:
     """The index of a device given as number, string or torch.device."""
     return int(_get_device_index(device, True))
+
+
+def replicates_itself(kind: type[torch.nn.Module]) -> bool:
+    """Whether a class of modules has its own way of being copied by ``DataParallel``."""
+    own: Any = kind._replicate_for_data_parallel
+    return own is not torch.nn.Module._replicate_for_data_parallel
+
+
+def replicate_as_torch(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy a module as torch's ``DataParallel`` does, or as its class does it."""
+    replica: torch.nn.Module = module._replicate_for_data_parallel()
+    return replica
 
 
 def knows_sync_batch_norm(device: torch.device) -> bool:

@@ -35,6 +35,7 @@ FUNCTIONS = {
     "torch.distributed.rpc.api._is_current_rpc_agent_set": "DDP under distributed autograd",
     "torch.distributed.distributed_c10d._get_default_group": "every wrapper and group",
     "torch.distributed.distributed_c10d._rank_not_in_group": "_update_process_group",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "elastic jobs",
     "torch._utils._get_device_index": "device_ids",
     "torch.distributed.utils._to_kwargs": "device_ids",
     "torch.distributed.utils._cast_forward_inputs": "mixed_precision",
@@ -49,6 +50,10 @@ METHODS = {
     "torch.autograd.Variable._execution_engine.queue_callback": "every backward of "
     "DistributedDataParallel",
     "torch.UntypedStorage._cdata": "every backward of DistributedDataParallel",
+    "torch._foreach_add_": "logical shards",
+    "torch._foreach_mul_": "every backward of DistributedDataParallel",
+    "torch.Tensor._nnz": "sparse gradients",
+    "torch.nn.Module._replicate_for_data_parallel": "DataParallel",
     "torch.distributed.ProcessGroup._get_sequence_number_for_group": "communication hooks, drift",
     "torch.distributed.ProcessGroup._set_default_backend": "the backend paceline",
     "torch.distributed.ProcessGroup._register_backend": "the backend paceline",
@@ -57,6 +62,8 @@ METHODS = {
     "torch.distributed.ProcessGroupGloo._Options": "the backend paceline",
     "torch.distributed.distributed_c10d._world.pg_map": "communication hooks, drift",
     "torch.distributed.distributed_c10d._world.pg_names": "names of groups in reports",
+    "torch.distributed.distributed_c10d._world.group_count": "elastic jobs",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "device_mesh",
     "torch.distributed.rendezvous._rendezvous_handlers": "private stores of elastic jobs",
     "torch.distributed.algorithms.join.Join._get_num_nonjoined_procs": "ddp.join()",
     "torch.autograd.profiler.record_function._call_end_callbacks_on_future": "events for "

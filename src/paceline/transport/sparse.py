@@ -1,6 +1,6 @@
 """Sums sparse gradients over all ranks: their rows are gathered, and every rank adds them up.
 
-Called by the transports and by ``allreduce_hook``.
+Called by the transports, by ``allreduce_hook`` and by the sums of logical shards.
 
 [Note: sparse all-reduce on gloo]
 torch's gloo group could do it (``allreduce`` of a sparse tensor), but must not be asked to. A group
@@ -19,6 +19,7 @@ from time import perf_counter_ns
 
 import torch
 
+from paceline.torch_private.autograd import stored_entries
 from paceline.types import Messages
 
 INDEX_BYTES = 8
@@ -68,10 +69,10 @@ def gather_sparse(
         counts: How many each rank has.
     """
     most = max(counts)
-    rows = torch.tensor([each._nnz() for each in mine] + [0] * (most - len(mine)))
+    rows = torch.tensor([stored_entries(each) for each in mine] + [0] * (most - len(mine)))
     what = "number of rows of sparse gradients"
     all_rows = [each.tolist() for each in messages.gather(what, rows.to(mine[0].device))]
-    packed = torch.cat([_pack(each, each._nnz()) for each in mine])
+    packed = torch.cat([_pack(each, stored_entries(each)) for each in mine])
     row_bytes = INDEX_BYTES * mine[0].sparse_dim() + _row_bytes(_real(mine[0].values()))
     longest = max(sum(each) for each in all_rows) * row_bytes
     padded = packed.new_zeros(max(longest, 1))
@@ -94,7 +95,7 @@ def _rebuild(packed: torch.Tensor, count: int, like: torch.Tensor) -> torch.Tens
 
 
 def _gather_counts(messages: Messages, gradient: torch.Tensor) -> list[int]:
-    mine = torch.tensor([gradient._nnz()], dtype=torch.int64, device=gradient.device)
+    mine = torch.tensor([stored_entries(gradient)], dtype=torch.int64, device=gradient.device)
     return [int(count) for count in messages.gather("number of rows of sparse gradients", mine)]
 
 

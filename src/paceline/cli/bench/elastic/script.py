@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 HIDDEN, BATCH, PAUSE_S = 256, 64, 0.01
 """A small network, and a pause in each step that stands for the work of a larger one."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def start(number: int, ranks: int, lighthouse: str) -> subprocess.Popen[bytes]:
