@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -123,6 +124,17 @@ def fork_one_more(pipe: Connection) -> None:
     pipe.recv()
 
 
+def send_half_a_request(pipe: Connection) -> None:
+    connection = shared_fork_server()._connection
+    pipe.send(None)
+    pipe.recv()
+    socket.send_fds(connection, [b"?"], [0])
+    with contextlib.suppress(ConnectionError):
+        connection.recv(1)  # until the server has closed it
+    pipe.send(None)
+    pipe.recv()
+
+
 # --- tests ---------------------------------------------------------------------------------------
 
 
@@ -220,6 +232,19 @@ def test_a_child_that_may_fork(server: ForkServer) -> None:
     child.kill()  # what it owned goes too
     wait_gone(sibling)
     child.close()
+
+
+def test_a_request_that_is_cut_short_leaves_no_descriptor(server: ForkServer) -> None:
+    child = server.fork(may_fork=True)
+    child.run(send_half_a_request)
+    with contextlib.closing(child):
+        child.pipe.recv()
+        before = os.listdir(f"/proc/{server.pid}/fd")
+        child.pipe.send(None)
+        child.pipe.recv()
+        assert len(os.listdir(f"/proc/{server.pid}/fd")) == len(before) - 1, "the connection"
+        child.kill()
+        child.wait()
 
 
 @pytest.mark.parametrize("way", [way for way in FORKS if way != "preexec_fn"])

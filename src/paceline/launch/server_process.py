@@ -45,6 +45,7 @@ from paceline.launch.wire import (
     REQUEST_BYTES,
     Request,
 )
+from paceline.memory.descriptors import close_all, receive
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # meant for the owner, who decides
 _LOOK_AGAIN_S = 0.05
@@ -140,8 +141,9 @@ class ForkLoop:
         descriptors: list[int] = []
         data = b""
         with contextlib.suppress(OSError):
-            data, descriptors, _, _ = socket.recv_fds(connection, REQUEST_BYTES, DESCRIPTORS)
+            data, descriptors = receive(connection, REQUEST_BYTES, DESCRIPTORS)
         if len(data) < REQUEST_BYTES or len(descriptors) < DESCRIPTORS:
+            close_all(descriptors)
             self._lose(connection)
             return None
         return self._fork(Request.unpack(data), connection, descriptors)

@@ -1,4 +1,5 @@
 """Memory and descriptors that processes of one user share: sealed memfds, mappings, hand-over.
 
-Below :mod:`paceline.shm` and :mod:`paceline.ps`, which both use it. Must not know what lies in it.
+Below :mod:`paceline.shm`, :mod:`paceline.ps` and :mod:`paceline.launch`, which use it. Must not
+know what lies in it.
 """

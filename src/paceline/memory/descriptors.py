@@ -1,7 +1,8 @@
 """Descriptors handed over a Unix socket, between processes of one user.
 
-Called by :mod:`paceline.shm.attach.fd_exchange` (ranks of a host) and by both ends of the shared
-memory of :mod:`paceline.ps`. What is sent with them is the caller's.
+Called by :mod:`paceline.shm.attach.fd_exchange` (ranks of a host), by both ends of the shared
+memory of :mod:`paceline.ps`, and by :mod:`paceline.launch.server_process`. What is sent with them
+is the caller's.
 """
 
 from __future__ import annotations
