@@ -1,6 +1,6 @@
 """What torch keeps per thread, carried from a caller to threads that work for it.
 
-Called by ``dp`` for the threads of replicas, and by ``ddp`` for those of shards. Grad mode,
+Called by ``dp`` for the threads of replicas, and by ``shards`` for those of shards. Grad mode,
 inference mode and autocast belong to a thread; context variables too. Default dtype and the
 deterministic flags belong to the process, so there is nothing to carry. New threads begin with the
 process's number of intra-op threads.

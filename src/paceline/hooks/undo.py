@@ -1,8 +1,9 @@
 """Before-images of what a hook remembers: the way back to the last step that counts.
 
-Used by :class:`paceline.hooks.state.HookState` and its parts. A step that fails in the middle has
-changed some of what a hook remembers. With ``is_on``, the first change of a tensor after a mark
-copies it, on the thread that changes it, beside the backward; a mark itself copies nothing.
+Made by :class:`paceline.hooks.layout.Memory`, used by :class:`paceline.hooks.state.HookState`. A
+step that fails in the middle has changed some of what a hook remembers. With ``is_on``, the first
+change of a tensor after a mark copies it, on the thread that changes it, beside the backward; a
+mark itself copies nothing.
 
 [Note: marks]
     mark()       what there is now counts: images are forgotten, their memory is used again

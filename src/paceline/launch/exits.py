@@ -1,6 +1,6 @@
 """How a process ended, in words; and how a forked child ends itself quickly.
 
-Used by ``testing``, ``ps`` and ``paceline run``.
+Used by whatever starts processes: ``launch``, ``elastic``, ``ps/launch`` and ``testing``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A connection to every rank on another host on which nothing is ever said: its end is the message.
 
-Called by :mod:`paceline.liveness.watch` once the ranks of a group know each other.
+Called by :mod:`paceline.liveness.roster` once the ranks of a group know each other.
 
 [Note: cut links]
 gloo learns that a peer is gone when the peer's kernel says so. A cable, a switch or a host without

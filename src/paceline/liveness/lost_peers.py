@@ -1,7 +1,7 @@
 """Says which rank a failure of the group is due to, and how that rank ended.
 
-Called by :mod:`paceline.liveness.watch` and :mod:`paceline.liveness.wait_guard`. gloo's errors do
-not say which rank is gone.
+Made by :mod:`paceline.liveness.watch`, used by :mod:`paceline.liveness.wait_guard` as well. gloo's
+errors do not say which rank is gone.
 """
 
 from __future__ import annotations

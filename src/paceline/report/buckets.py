@@ -3,7 +3,8 @@
 A reduction cannot begin before the last rank has started it; what an early rank waits until then
 is lost to that rank, not to communication (steps.py). So communication is from the last start to
 the end. It is *exposed* as far as it lies after the backward of all ranks: before that, somebody
-still computes, and the step would not be shorter without it. Called by analysis.py.
+still computes, and the step would not be shorter without it. Called by analysis.py,
+compare.py and trace.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Waits for the futures of hooks, no longer than the group's time-out.
 
 ``torch.futures.Future.wait`` has no time-out: a hook that forgets to complete its future would stop
-the rank for ever. Called by :mod:`paceline.ddp.reduce.launch`. A rank gives up a little before the
-group's time-out, so that the peers, who wait for it in the exchange that follows, are told why.
+the rank for ever. Made by :mod:`paceline.ddp.agree.peers`, used by
+:mod:`paceline.ddp.reduce.launch`. A rank gives up a little before the group's time-out, so that the
+peers, who wait for it in the exchange that follows, are told why.
 """
 
 from __future__ import annotations

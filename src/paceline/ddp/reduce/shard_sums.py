@@ -3,8 +3,8 @@
 All shards of a rank but the last leave their gradients here (:meth:`ShardSums.push`). The backward
 of the last one is the step that the reducer knows: when a bucket is full, what lies here is added
 to it (:meth:`ShardSums.join`), and the sum over all shards begins (:meth:`ShardSums.start`). Called
-by the loop over shards (features/shard_rounds.py), by launch.py and by finish.py. In which order
-things are added: [Note: the tree] in shards/tree.py.
+by the loop over shards (features/shard_rounds.py) and by launch.py; finish.py has it scale. In
+which order things are added: [Note: the tree] in shards/tree.py.
 
 [Note: preset gradients]
 Where a shard's left sibling lies on top of the stack, it becomes ``parameter.grad`` before the

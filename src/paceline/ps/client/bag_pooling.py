@@ -1,8 +1,8 @@
 """Rows become bags, and gradients of bags gradients of rows: torch's own kernels on a small matrix.
 
-Called by ``ps/client/table_set.py``. Modes, weights, offsets, padding and empty bags are torch's;
-places in the matrix of a batch stand for ids. The bags of all tables of a group are pooled by one
-call.
+Called by ``ps/client/batch_exchange.py``. Modes, weights, offsets, padding and empty bags are
+torch's; places in the matrix of a batch stand for ids. The bags of all tables of a group are pooled
+by one call.
 
 [Note: the same bits]
 *Forward*: a bag is added up in the order of its ids, whatever else is in the call. *Backward*:

@@ -1,6 +1,6 @@
 """Tables that can be looked up as one matrix, and pooled by one call.
 
-Called by ``ps/client/batch_exchange.py``.
+Made by ``ps/client/table_set.py``, used by what plans a batch.
 
 Tables are of one *group* if rows of all of them fit into one matrix and torch can pool all bags at
 once. What is the same for every batch (numbers of tables on servers, records of sections) is made

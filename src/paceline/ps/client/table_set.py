@@ -1,6 +1,6 @@
 """The tables of one module on its servers: attach, look up, push, prefetch, read, write.
 
-Called by the modules (``ps/modules/embedding.py``, ``ps/modules/collection.py``), which know how
+Called by the modules (``ps/modules/base.py``, ``ps/modules/collection.py``), which know how
 they are called; this file knows what happens then. One autograd function stands for all tables of a
 batch: its outputs are what servers sent, its backward makes one push for each server.
 """

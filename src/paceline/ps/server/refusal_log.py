@@ -1,7 +1,8 @@
 """What a server logs about messages it refuses: enough to see what is wrong, never a flood.
 
-Called by ``ps/server/loop.py``. Whoever sends garbage must not be able to fill a disk: in each
-period a few lines are written, and the rest are counted and named in one line later.
+Called by ``ps/server/dispatch.py``, ``ps/server/key_check.py`` and ``ps/server/zmq_socket.py``.
+Whoever sends garbage must not be able to fill a disk: in each period a few lines are written, and
+the rest are counted and named in one line later.
 """
 
 from __future__ import annotations

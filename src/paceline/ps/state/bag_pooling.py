@@ -1,8 +1,8 @@
 """Bags that are pooled on the server, by the operations the trainer would use: the same bits.
 
-Called by ``ps/state/store.py`` for tables that are here as a whole. Equal ids are merged, their
-rows make a small matrix, and ``F.embedding_bag`` pools it; the gradient of that matrix is what
-autograd says.
+Made by ``ps/state/validate.py`` for tables that are here as a whole, used by ``ps/state/store.py``.
+Equal ids are merged, their rows make a small matrix, and ``F.embedding_bag`` pools it; the gradient
+of that matrix is what autograd says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LOAD: the rows of a save in the place of those that are here, all of them or none.
 
-Called by ``ps/server/dispatch.py`` and ``ps/storage/durable.py``. ``find_save`` reads and checks
+Called by ``ps/server/loads.py`` and ``ps/storage/durable.py``. ``find_save`` reads and checks
 every file that is needed, sizes and checksums included, and changes nothing. Then rows go to a file
 of the server's own directory, which is made part of its state by one record of the journal
 (``write_loaded``, ``read_loaded``); or, without a directory, to tables beside those that are there

@@ -1,9 +1,9 @@
 """Files of arrays in the safetensors format, written without a copy and read through the library.
 
-Called by ``ps/storage/snapshot.py`` and ``ps/storage/save.py``. The library's writer wants all
-bytes of a tensor as one object, which would double a server's memory; the format is a length, a
-JSON header and raw bytes, so it is written here, and tests read it back with the library. A file
-appears under its name when it is complete and on disk, or not at all.
+Called by ``ps/storage/snapshot.py``, ``ps/storage/save.py`` and ``ps/storage/load.py``. The
+library's writer wants all bytes of a tensor as one object, which would double a server's memory;
+the format is a length, a JSON header and raw bytes, so it is written here, and tests read it back
+with the library. A file appears under its name when it is complete and on disk, or not at all.
 
 [Note: checksum]
 The first entry of the metadata, ``crc32``, is the CRC-32 of the whole file, header included, with

@@ -1,7 +1,7 @@
 """How ranks of a host end: told by each in its page, read by those who miss it.
 
-Called by :mod:`paceline.shm.diagnose.errors` when a rank is lost, and by
-:mod:`paceline.exit_reason` when this process ends. Must not wait for anybody.
+Called by :mod:`paceline.shm.diagnose.errors` when a rank is lost. When this process ends,
+:mod:`paceline.exit_reason` calls what is registered there. Must not wait for anybody.
 
 [Note: first cause]
 One rank ends with an exception; the next, which misses it, ends with a PeerLostError; a third that
