@@ -4,17 +4,24 @@ The reducer copies gradients in (``copy_in``) and results out (``publish``) thro
 Must not know about groups, hooks or the order of buckets.
 
 [Note: scaling]
-A gradient is scaled once: on its way into its slot, by whoever copies it there. That is its hook
-(``native/wrapper/copy_in.c``), or :meth:`GradientAccess.copy_in`; a sparse gradient has no slot and
-is scaled by ``copy_in_sparse`` (sparse.py). ``step.factor`` alone says how:
+A gradient is scaled on its way into its slot, by whoever copies it there. That is its hook
+(``native/wrapper/copy_in.c``), or :meth:`GradientAccess.copy_in` (below; with mixed precision that
+of precision.py); a sparse gradient has no slot and is scaled by ``copy_in_sparse`` (sparse.py).
+``step.factor`` alone says how:
 
     1 / ranks   the mean (or the ranks that still have inputs, under ``join``)
-    1           a communication hook divides, or whatever it does
-    n / unit    ``weighted(n)`` (weights.py), whose result is divided by the sum of weights later
+    1           a communication hook divides (torch's built-in ones: comm_hook.py), or does not
+    n / unit    ``weighted(n)``; ``weights.py`` has the sum divided (``Bucket.scale``, bucket.py)
     0           ``weighted(0)``: the slot is cleared and the gradient is not read, it may be NaN
+    1 or n      logical shards: below
 
-So whatever lies in a slot is scaled, and nobody has to ask. Delayed parameters (delayed.py) are in
-no bucket.
+So whatever lies in a slot is scaled, and nobody has to ask. Elsewhere are scaled
+
+    delayed parameters, which are in no bucket: by delayed.py
+    logical shards, below the root of the tree ([Note: the mean] in shards/sums.py): by
+    shard_sums.py and sums.py what this rank adds up, by tree_sum.py what ranks add up together;
+    before a cast, all of them: by cast.py. With weights, which come before: shard_sums.py, which
+    also has the sum divided at the end
 """
 
 from __future__ import annotations
