@@ -61,7 +61,7 @@ def test_backward_waits_for_nobody(transport: str) -> None:
 
     def on_rank() -> float:
         ddp = held(mlp(4), transport=transport)
-        loss_of(ddp).backward()  # the plan is agreed on at the begin of the next, once
+        loss_of(ddp).backward()  # the plan is agreed on at the beginning of the next, once
         ddp.finalize_backward()
         loss_of(ddp).backward()
         ddp.finalize_backward()

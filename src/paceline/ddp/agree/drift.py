@@ -1,9 +1,9 @@
 """Counts what may lead ranks apart without anybody noticing: forwards, local gradients, updates.
 
-Kept by a step runner; the reducer tells it about forwards and about the begin of backward passes;
-optimizers tell it about updates (:mod:`paceline.ddp.autograd.optimizer_steps`). Ranks compare their
-counts in the control block (:mod:`paceline.ddp.agree.out_of_step`); what all ranks do alike is
-looked at here. ``docs/drift.md`` says what becomes of each sign.
+Kept by a step runner; the reducer tells it about forwards and about the beginning of backward
+passes; optimizers tell it about updates (:mod:`paceline.ddp.autograd.optimizer_steps`). Ranks
+compare their counts in the control block (:mod:`paceline.ddp.agree.out_of_step`); what all ranks do
+alike is looked at here. ``docs/drift.md`` says what becomes of each sign.
 
 [Note: what is counted] Between two synchronised backward passes of this rank:
 

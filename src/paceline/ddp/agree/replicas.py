@@ -116,7 +116,8 @@ def _error(odd: dict[int, list[str]], ranks: int, step: int) -> ReplicasDifferEr
     first, names = next(iter(odd.items()))
     than = "rank 0" if ranks == 2 else "most ranks"
     return ReplicasDifferError(
-        f"Replicas differ: at the begin of step {step} some ranks held other values than {than}.\n"
+        f"Replicas differ: at the beginning of step {step} some ranks held other values than "
+        f"{than}.\n"
         f"{told}\n"
         "Something changed them on these ranks alone: a checkpoint loaded on one rank, an "
         "initialisation or a clipping with random numbers, an optimizer with other settings or "

@@ -16,8 +16,9 @@ the outputs of both.
 What steps do not have in common (weights, groups, precision) cannot be made right here, because the
 parts of the gradient cannot be told apart any more. Such steps fail, both, on every rank.
 
-Called by :mod:`paceline.ddp.reduce.step_runner`. A step is found to run by its callback at the end
-of the backward, which goes with the backward, also if that raised.
+Called by :mod:`paceline.ddp.reduce.step_runner` and :mod:`paceline.ddp.features.delayed`. A step is
+found to run by its callback at the end of the backward, which goes with the backward, also if that
+raised.
 """
 
 from __future__ import annotations

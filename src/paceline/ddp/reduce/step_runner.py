@@ -151,7 +151,7 @@ class StepRunner(ManualFinish):
     def _agree_on_plan(self) -> None:
         """Cut buckets in the order of arrival, once it is known; see that all ranks agree.
 
-        At the begin of a backward, not of a forward: a backward is a thing that all ranks do
+        At the beginning of a backward, not of a forward: a backward is a thing that all ranks do
         together, while a single rank may well run a forward alone, to evaluate.
         """
         context = self.context

@@ -100,7 +100,7 @@ def routes_of(plan: HybridPlan) -> list[Route]:
 def _route(name: RouteName) -> Route:
     if name is not RouteName.PS:
         return RpcRoute(name)
-    from paceline.cli.bench.hybrid.ps import PsRoute  # needs paceline[ps]
+    from paceline.cli.bench.hybrid.ps import PsRoute  # needs pyzmq
 
     return PsRoute()
 
