@@ -234,11 +234,25 @@ def test_files_that_the_source_names() -> None:
     assert not wrong
 
 
+# Nouns with two meanings, each of which says in parentheses what it belongs to.
+TWO_MEANINGS = {
+    "slot": "in a bucket, in an arena, of a member: a place, and never two of them in one file",
+    "phase": "of the counting barrier in C, and of a step in a report",
+    "stall": "a wait that is reported while it lasts, and its step in the report of the run",
+    "comparison": "of contenders in a benchmark, and of two runs in a report",
+    "round": "of shards, and of contenders in a benchmark",
+    "turn": "of a shard, and of a contender in a benchmark",
+    "supervisor": "of servers, and of elastic ranks; each starts its own processes again",
+}
+
+
 def test_each_noun_once() -> None:
     """And each with one file."""
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| `[^`|]+` \|$", vocabulary(), re.MULTILINE)
     assert len(rows) == vocabulary().count("\n| ") - 2 * vocabulary().count("| noun |")
     assert len(rows) == len(set(rows))
+    nouns = [noun for row in rows for noun in re.sub(r" \([^)]*\)", "", row).split(", ")]
+    assert {noun for noun in nouns if nouns.count(noun) > 1} == set(TWO_MEANINGS)
 
 
 def vocabulary() -> str:
