@@ -1,8 +1,8 @@
 """A program that ends while a thread still needs the interpreter: see test_gloo_threads.py.
 
-    python ends_at_once.py torch | settled | later | wrapper | destroyed | group | hook FILE
+    python ends_at_once.py torch | waited | later | wrapper | destroyed | group | hook FILE
 
-torch: a gloo group, nothing of Paceline's. settled: the same, with what the wrapper asks for.
+torch: a gloo group, nothing of Paceline's. waited: the same, with what the wrapper asks for.
 later: the same, but gloo is used by a finalizer, when the program has ended. wrapper: with a
 wrapper that lives as long as the program. destroyed: the same, and the group is destroyed. group: a
 Paceline group of two ranks, with a future that calls something slow. hook: the same with a future
@@ -82,7 +82,7 @@ def main() -> None:
         KEPT.append(future.then(lambda _: time.sleep(0.5)))
         time.sleep(0.2)
         return
-    if case in ("settled", "later"):
+    if case in ("waited", "later"):
         wait_for_gloo_at_exit()
     if case == "later":
         weakref.finalize(main, reduce_and_leave)

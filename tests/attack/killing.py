@@ -28,7 +28,7 @@ from paceline.nn import SyncBatchNorm
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
 
-PATIENCE_S = 45.0
+HANGS_AFTER_S = 45.0
 """A survivor that has not raised by then hangs."""
 
 
@@ -226,8 +226,8 @@ def carry_out(attack: Attack, directory: Path) -> Aftermath:
                 work_until_killed,
                 attack,
                 directory,
-                timeout_s=2 * PATIENCE_S,
-                grace_s=PATIENCE_S,
+                timeout_s=2 * HANGS_AFTER_S,
+                grace_s=HANGS_AFTER_S,
             )
     finally:
         killer.join()
@@ -245,7 +245,7 @@ def carry_out(attack: Attack, directory: Path) -> Aftermath:
 
 def _kill(attack: Attack, directory: Path, fired: list[tuple[int, float]]) -> None:
     """Wait for the victim's pid, then for the moment, then kill."""
-    until_s = time.monotonic() + PATIENCE_S
+    until_s = time.monotonic() + HANGS_AFTER_S
     while not (directory / "pid").exists():
         if time.monotonic() > until_s:
             return

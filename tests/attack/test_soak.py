@@ -110,9 +110,9 @@ def test_nothing_grows_in_20000_steps() -> None:
     assert found[0][1] == found[1][1]  # all ranks have the same parameters
     for looks, _ in found:
         assert len(looks) == STEPS // LOADER_STEPS
-        settled = looks[len(looks) // 10 :]
-        half = len(settled) // 2
-        first, second = settled[:half], settled[half:]
+        warmed_up = looks[len(looks) // 10 :]
+        half = len(warmed_up) // 2
+        first, second = warmed_up[:half], warmed_up[half:]
         grown_kib = max(one.rss_kib for one in second) - max(one.rss_kib for one in first)
         assert grown_kib < HEAP_KIB, looks
         grown = max(one.objects for one in second) - max(one.objects for one in first)

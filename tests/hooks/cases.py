@@ -70,7 +70,7 @@ class Case:
         feedback: Whether what is left out comes later.
         largest: The largest value that it can carry.
         takes_complex: Whether complex gradients work.
-        settles: After how many steps the running sum's error no longer grows.
+        converges_after: After how many steps the running sum's error no longer grows.
     """
 
     make: Callable[[], tuple[Any, Any]]
@@ -78,7 +78,7 @@ class Case:
     feedback: bool = False
     largest: float = 1e30
     takes_complex: bool = True
-    settles: int = 10
+    converges_after: int = 10
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -178,18 +178,20 @@ CASES = {
     ),
     "e4m3": Case(quantized(wire="e4m3"), fp8(2**-4, 2**-10 / 448), feedback=True),
     "e5m2": Case(quantized(wire="e5m2"), fp8(2**-3, 2**-17 / 57344), feedback=True),
-    "sign": Case(quantized(wire="sign"), blockwise(2.0), feedback=True, settles=40),
-    "powersgd": Case(power_sgd(hooks.powerSGD_hook), length_of_mean, feedback=True, settles=40),
+    "sign": Case(quantized(wire="sign"), blockwise(2.0), feedback=True, converges_after=40),
+    "powersgd": Case(
+        power_sgd(hooks.powerSGD_hook), length_of_mean, feedback=True, converges_after=40
+    ),
     "powersgd, rank 4": Case(
         power_sgd(hooks.powerSGD_hook, matrix_approximation_rank=4),
         length_of_mean,
         feedback=True,
-        settles=40,
+        converges_after=40,
     ),
     "batched powersgd": Case(
-        power_sgd(hooks.batched_powerSGD_hook), length_of_mean, feedback=True, settles=40
+        power_sgd(hooks.batched_powerSGD_hook), length_of_mean, feedback=True, converges_after=40
     ),
-    "topk 10 %": Case(top_k(ratio=0.1), largest_left_out(0.1), feedback=True, settles=40),
+    "topk 10 %": Case(top_k(ratio=0.1), largest_left_out(0.1), feedback=True, converges_after=40),
     "topk, all": Case(top_k(ratio=1.0), rounded(EPS[torch.float32]), feedback=True),
     "quantise per tensor": Case(
         stateless(hooks.quantization_pertensor_hook), affine, takes_complex=False
@@ -209,7 +211,7 @@ CASES = {
         lambda v: largest_left_out(0.1)(v) + rounded(EPS[torch.bfloat16])(v),
         feedback=True,
         takes_complex=False,
-        settles=40,
+        converges_after=40,
     ),
     "powersgd in bf16": Case(
         lambda: (
@@ -219,6 +221,6 @@ CASES = {
         lambda v: length_of_mean(v) * (1 + 2**-5),
         feedback=True,
         takes_complex=False,
-        settles=40,
+        converges_after=40,
     ),
 }

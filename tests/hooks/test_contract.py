@@ -169,7 +169,7 @@ def check_drift(name: str) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     drift = torch.zeros(504, dtype=torch.float64)
     distances = []
-    for step in range(3 * case.settles):
+    for step in range(3 * case.converges_after):
         generator = torch.Generator().manual_seed(step)
         # With a mean: what is always left out would add up.
         values = 0.3 + torch.randn(world, 504, generator=generator)
@@ -177,7 +177,7 @@ def check_drift(name: str) -> None:
         hook(state, Bucket(buffer, parameters)).wait()
         drift += buffer.double() - values.double().mean(dim=0)
         distances.append(drift.norm().item())
-    third = case.settles
+    third = case.converges_after
     early, late = max(distances[:third]), max(distances[2 * third :])
     assert late <= 1.5 * early + 1e-4, f"{early} grew to {late}"
     assert late < 0.6 * math.sqrt(504) * 0.3 * 3 * third

@@ -165,7 +165,7 @@ def test_lines_get_a_number(tmp_path: Path) -> None:
         os.write(stream.writer, b"a\nb 10%\rb 90%")
         assert stream.pump()
         assert stream.pump()  # nothing there, and does not wait
-        stream.drain()
+        stream.read_rest()
         stream.close_writer()
         assert not stream.pump()
         stream.close()

@@ -152,7 +152,7 @@ def is_running(pid: int) -> bool:
 def with_fault(
     context: RankContext, name: str, count: int, fault: tuple[int, int, int, int], timeout_s: float
 ) -> dict[str, Any]:
-    """Do a collective, arm the fault on one rank, and go on until something is wrong.
+    """Do a collective, set the fault on one rank, and go on until something is wrong.
 
     Returns:
         The error or None, how many collectives went well, and whether the fault fired.

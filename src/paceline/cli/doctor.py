@@ -21,7 +21,7 @@ from paceline.observe.stall.report import describe_run, is_ended, is_stalled, re
 from paceline.observe.stall.views import RankView, look_at_ranks, members
 
 FINE, WRONG, USAGE = 0, 1, 2
-_PATIENCE_S = 2.5
+_ANSWER_WAIT_S = 2.5
 _EXAMPLE = """\
 example:
   paceline doctor                          this user's jobs on this host
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def _look(name: str, *, as_json: bool) -> int:
     try:
         folder = find_run(name)
-        views = look_at_ranks(folder, _PATIENCE_S)
+        views = look_at_ranks(folder, _ANSWER_WAIT_S)
     except (ConfigurationError, OSError) as error:
         print(f"paceline doctor: {error}", file=sys.stderr)
         return USAGE

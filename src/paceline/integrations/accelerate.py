@@ -66,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Let ranks that run out of batches keep the others company, on CPUs too."""
+        """Let ranks that run out of batches take part in the others' collectives, on CPUs too."""
         with contextlib.ExitStack() as stack:
             self._is_entering_join = self.distributed_type == DistributedType.MULTI_CPU
             try:

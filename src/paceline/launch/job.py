@@ -34,8 +34,8 @@ from paceline.launch.screen import Screen
 from paceline.launch.target import Target
 from paceline.observe.run_folder import RunFolder
 
-PATIENCE_S = 3.0
-"""So long ranks may go on after one has failed."""
+AFTER_FAILURE_S = 3.0
+"""How long the other ranks may go on after one has failed."""
 _EXIT_BARRIER_S = 300.0  # host 0 has the store: it waits for the others, as torchrun does
 _TOLD_S = 10.0  # for the store to have what this host says at its end
 _OTHER_HOSTS_S = 5.0  # to hear from the host that failed first
@@ -202,7 +202,7 @@ class Job:
     def _hear_host(self, ended: HostEnded) -> None:
         self._hosts_ended[ended.host] = ended
         if ended.code and ended.host != self._plan.hosts.number:
-            self._shutdown.begin(shutdown.on_failure(PATIENCE_S, self._plan.shutdown_s))
+            self._shutdown.begin(shutdown.on_failure(AFTER_FAILURE_S, self._plan.shutdown_s))
 
     # --- ranks -----------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Job:
 
     def _on_ended(self, rank: LocalRank) -> None:
         if rank.child.exit_code and not self._shutdown.has_begun:
-            self._shutdown.begin(shutdown.on_failure(PATIENCE_S, self._plan.shutdown_s))
+            self._shutdown.begin(shutdown.on_failure(AFTER_FAILURE_S, self._plan.shutdown_s))
 
     # --- the end ---------------------------------------------------------------------------------
 

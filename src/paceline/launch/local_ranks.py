@@ -65,7 +65,7 @@ class LocalRank:
             self.raised = read_raised(self.child.pipe)
 
     def hear(self) -> bool:
-        """Its pipe or its end has news. Say whether it has ended."""
+        """Read what its pipe has. Say whether it has ended."""
         self.hear_words()
         return self.child.wait(0.0) is not None
 
@@ -79,7 +79,7 @@ class LocalRank:
         """It has ended: take what it has written last."""
         self.hear()
         for stream in self.streams:
-            stream.drain()
+            stream.read_rest()
         self.log_traceback()
         if self.child.exit_code == -signal.SIGKILL and not self.was_stopped:
             self._note = explain_sigkill(oom_kills_before)

@@ -119,7 +119,7 @@ class RankStream:
             self._display(data)
         return bool(data)
 
-    def drain(self) -> None:
+    def read_rest(self) -> None:
         """At the rank's end: take what is left, and do not wait for children that hold the pipe."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reader, _CHUNK_BYTES):

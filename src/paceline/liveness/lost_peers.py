@@ -37,14 +37,14 @@ class LostPeers:
     Args:
         roster: Who the ranks are.
         rank: This one.
-        keeper: The rank in whose process the store lives; None: somewhere else.
+        store_rank: The rank in whose process the store lives; None: somewhere else.
 
     Attributes:
         describe_end: Says, if known, how a rank ended, or the one because of which it did.
     """
 
-    def __init__(self, roster: Roster, rank: int, keeper: int | None) -> None:
-        self._roster, self._rank, self._keeper = roster, rank, keeper
+    def __init__(self, roster: Roster, rank: int, store_rank: int | None) -> None:
+        self._roster, self._rank, self._store_rank = roster, rank, store_rank
         self.describe_end: Callable[[int], tuple[int, str] | None] = lambda _rank: None
 
     def error(self, what: str, cause: BaseException) -> CollectiveError:
@@ -71,9 +71,9 @@ class LostPeers:
         missing = self._roster.learn_from_store()
         if missing is not None:
             return missing
-        if self._keeper is None or self._keeper == self._rank:
+        if self._store_rank is None or self._store_rank == self._rank:
             return []
-        return [self._keeper]
+        return [self._store_rank]
 
     def first_lost_error(self, what: str, rank: int, cause: BaseException | None) -> PeerLostError:
         """Name a rank that is gone, or the one because of which it went."""

@@ -33,7 +33,7 @@ def watch_of(group: dist.ProcessGroup) -> Watch:
             group.rank(),
             group.size(),
             has_slices=dist.get_backend(group) in _WAITS_IN_SLICES,
-            keeper=ranks.index(0) if 0 in ranks and not by_agent else None,
+            store_rank=ranks.index(0) if 0 in ranks and not by_agent else None,
         )
         adopt(group, watch)
     return watch

@@ -40,7 +40,7 @@ class Watch:
         rank: In the group.
         world: How many ranks it has.
         has_slices: ``Work.wait(timeout)`` may be called again after a time-out.
-        keeper: The rank in whose process the store lives; None: somewhere else.
+        store_rank: The rank in whose process the store lives; None: somewhere else.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Watch:
         world: int,
         *,
         has_slices: bool = True,
-        keeper: int | None = None,
+        store_rank: int | None = None,
     ) -> None:
         self.rank = rank
         self._has_slices = has_slices
         self._attempts = 0
         self._is_attempting = False
         self.roster = Roster(store, rank, world)
-        self.lost_peers = LostPeers(self.roster, rank, keeper)
+        self.lost_peers = LostPeers(self.roster, rank, store_rank)
 
     def meet(self, gather: Gather) -> None:
         """Learn who the ranks are, once. Collective over the group, the first time."""

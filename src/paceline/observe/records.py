@@ -89,7 +89,8 @@ class StepRecord:
             asked for.
         major_faults: Pages that had to come from disk; asked for together with ``cpu_ns``.
         is_skipped: Left out by ``nonfinite="skip"``.
-        is_joined: This rank had run out of inputs and only kept the others company (``join``).
+        is_joined: This rank had run out of inputs and only took part in the others' collectives
+            (``join``).
         numbers: What else was given to ``paceline.log(...)`` in this step, by name.
     """
 

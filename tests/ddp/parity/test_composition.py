@@ -284,7 +284,7 @@ def test_partial_backward_passes_add_up() -> None:
             for ddp in (ours, theirs):
                 ddp.zero_grad()
                 inner = ddp.module.branches
-                ddp(batch(step), "ab")  # arms the step; its own graph is not used
+                ddp(batch(step), "ab")  # begins the step; its own graph is not used
                 inner["a"](batch(step)).tanh().sum(dim=1).mean().backward()
                 inner["b"](batch(step)).tanh().sum(dim=1).mean().backward()
             assert_identical(gradients(ours), gradients(theirs))

@@ -1,4 +1,4 @@
-"""join(): ranks that run out of inputs keep the others company."""
+"""join(): ranks that run out of inputs take part in the others' collectives."""
 
 from __future__ import annotations
 

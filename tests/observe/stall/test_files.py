@@ -57,7 +57,7 @@ def test_one_claim_for_one_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first.claim(1)
     assert not second.claim(1)
     assert not second.is_abandoned(1)
-    monkeypatch.setattr(claims_module, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(claims_module, "REPORT_WAIT_S", 0.0)
     assert second.is_abandoned(1), "the first has died: the second takes over"
     second.write_report(1, "Stall 1: rank 0\nmore")
     assert first.newest_report() == 1

@@ -64,7 +64,7 @@ class Model:
             self.ledger.doubt()
             self.way_out.append(self.ledger.hello())
 
-    def settle(self) -> None:
+    def exchange_all(self) -> None:
         """As a channel that waits: once nothing comes any more, HELLO."""
         for _ in range(20):
             while self.way_out or self.way_back:
@@ -105,7 +105,7 @@ def test_every_push_once_and_every_lookup_sees_the_pushes_before_it(
         else:
             assert not isinstance(step, str)
             model.break_connection(*step)
-    model.settle()
+    model.exchange_all()
     assert model.applied == pushed
     assert model.ledger.acknowledged == len(pushed)
     assert model.ledger.kept_bytes == 0
@@ -118,7 +118,7 @@ def test_every_push_once_and_every_lookup_sees_the_pushes_before_it(
 
 def opened() -> Model:
     model = Model()
-    model.settle()
+    model.exchange_all()
     model.serve()
     model.receive()
     assert model.ledger.state is State.OPEN
@@ -134,7 +134,7 @@ def test_a_lookup_that_overtook_a_lost_push_is_not_believed() -> None:
     model.receive()
     assert not lookup.is_done
     assert model.ledger.state is State.DOUBTING
-    model.settle()
+    model.exchange_all()
     assert lookup.reply is not None
     assert model.applied == ["a"]
 
@@ -142,7 +142,7 @@ def test_a_lookup_that_overtook_a_lost_push_is_not_believed() -> None:
 def test_a_server_without_its_state_is_lost() -> None:
     model = opened()
     model.post(Kind.PUSH, "a")
-    model.settle()
+    model.exchange_all()
     model.applied.clear()
     model.incarnation += 1
     model.break_connection(0, 0, True)

@@ -305,7 +305,7 @@ def test_every_refusal_is_told_once(steps: list[str | tuple[int, int, bool]]) ->
             model.break_connection(*step)
         refused = model.ledger.take_refused()
         told += 0 if refused is None else refused.pushes
-    model.settle()
+    model.exchange_all()
     refused = model.ledger.take_refused()
     told += 0 if refused is None else refused.pushes
     assert len(model.applied) == len(posted)

@@ -157,7 +157,7 @@ def test_a_killed_server_is_noticed_and_the_next_one_shares_again(
         assert servers.routes == [SHARED]
 
 
-def test_another_server_at_the_same_place_is_news(one: ps.LocalServers) -> None:
+def test_another_server_at_the_same_place_is_noticed(one: ps.LocalServers) -> None:
     """It may have come back empty: nothing is believed before it has said what it has."""
     with ps.connect(one) as servers:
         link = servers.channels[0]._link
@@ -265,7 +265,7 @@ def test_garbage_in_the_ring_is_refused_and_hurts_nobody_else(one: ps.LocalServe
         assert servers.stats()[0]["refused"] >= 2000
 
 
-def test_a_torn_ring_ends_the_visit(one: ps.LocalServers) -> None:
+def test_a_torn_ring_ends_the_connection(one: ps.LocalServers) -> None:
     """The server lets go of the memory, and the trainer goes on without a lost push."""
     with ps.connect(one) as servers:
         module = make(servers, "torn")

@@ -39,7 +39,7 @@ def serve(exchange: FdExchange, ranks: range, timeout_s: float = 5.0) -> dict[in
     return found
 
 
-def visit(
+def exchange_descriptors(
     address: str, token: str, rank: int, mine: list[int], expected: int, deadline: Deadline
 ) -> list[int]:
     """Send descriptors and take everybody's."""
@@ -67,7 +67,7 @@ def test_more_descriptors_than_one_message_takes(address: str) -> None:
     mine = [written(b"number %03d" % number) for number in range(450)]
     with FdExchange(address, TOKEN) as exchange:
         thread, results = in_thread(
-            lambda: visit(address, TOKEN, 1, mine[:1], len(mine), Deadline(20))
+            lambda: exchange_descriptors(address, TOKEN, 1, mine[:1], len(mine), Deadline(20))
         )
         collected = exchange.collect(range(1, 2), 1, Deadline(20))
         exchange.send_all(mine, Deadline(20))
@@ -82,14 +82,18 @@ def test_everybody_gets_everything_in_order(address: str, peers: int) -> None:
     ranks = range(1, peers + 1)
     mine = {rank: written(b"rank %03d" % rank) for rank in ranks}
     with FdExchange(address, TOKEN) as exchange:
-        visits = [
-            in_thread(lambda r=rank: visit(address, TOKEN, r, [mine[r]], peers, Deadline(20)))
+        exchanges = [
+            in_thread(
+                lambda r=rank: exchange_descriptors(
+                    address, TOKEN, r, [mine[r]], peers, Deadline(20)
+                )
+            )
             for rank in ranks
         ]
         collected = serve(exchange, ranks, timeout_s=60)
-    for thread, _ in visits:
+    for thread, _ in exchanges:
         thread.join()
-    for _, (received,) in visits:
+    for _, (received,) in exchanges:
         assert [read(fd)[:8] for fd in received] == [b"rank %03d" % rank for rank in ranks]
         close_all(received)
     close_all(list(mine.values()), *collected.values())
@@ -103,8 +107,8 @@ def test_a_wrong_token_is_turned_away_and_the_right_one_still_served(
     with FdExchange(address, TOKEN) as exchange:
         thread, served = in_thread(lambda: serve(exchange, range(1, 2)))
         with pytest.raises(OSError, match=r"gone away|reset|timed out"):
-            visit(address, token, 1, [descriptor], 1, Deadline(5))
-        received = visit(address, TOKEN, 1, [descriptor], 1, Deadline(5))
+            exchange_descriptors(address, token, 1, [descriptor], 1, Deadline(5))
+        received = exchange_descriptors(address, TOKEN, 1, [descriptor], 1, Deadline(5))
         thread.join()
     assert read(received[0])[:6] == b"secret"
     close_all(received, [descriptor], *served[0].values())
@@ -114,7 +118,12 @@ def as_other_user(address: str, pipe: Any) -> None:
     os.setgid(65534)
     os.setuid(65534)
     try:
-        pipe.send(("got", visit(address, TOKEN, 1, [os.open("/dev/null", 0)], 1, Deadline(3))))
+        pipe.send(
+            (
+                "got",
+                exchange_descriptors(address, TOKEN, 1, [os.open("/dev/null", 0)], 1, Deadline(3)),
+            )
+        )
     except OSError as error:
         pipe.send(("refused", type(error).__name__))
 
@@ -147,7 +156,7 @@ def test_a_peer_that_says_nothing_does_not_block_the_others(address: str) -> Non
         silent.connect("\0" + address)
         silent.shutdown(socket.SHUT_WR)
         thread, served = in_thread(lambda: serve(exchange, range(1, 2)))
-        received = visit(address, TOKEN, 1, [descriptor], 1, Deadline(5))
+        received = exchange_descriptors(address, TOKEN, 1, [descriptor], 1, Deadline(5))
         thread.join()
         silent.close()
     close_all(received, [descriptor], *served[0].values())
@@ -155,4 +164,4 @@ def test_a_peer_that_says_nothing_does_not_block_the_others(address: str) -> Non
 
 def test_nobody_listens(address: str) -> None:
     with pytest.raises(ConnectionRefusedError):
-        visit(address, TOKEN, 1, [], 1, Deadline(1))
+        exchange_descriptors(address, TOKEN, 1, [], 1, Deadline(1))

@@ -24,7 +24,7 @@ void pl_fault_here(pl_core *core) {
     }
     atomic_fetch_add(&core->faults_fired, 1);
     if (core->fault_action == PL_FAULT_DELAY) {
-        /* Stays armed: a delay is there to reorder things many times over. */
+        /* Stays set: a delay is there to reorder things many times over. */
         struct timespec pause = {(time_t)(core->fault_delay_ns / 1000000000u),
                                  (long)(core->fault_delay_ns % 1000000000u)};
         nanosleep(&pause, NULL);

@@ -44,7 +44,7 @@ static inline void relax(void) {
 }
 
 /* How long a wait takes before it rings the doorbell: a thread of this process asks for the reason. */
-#define PATIENCE_NS UINT64_C(500000000)
+#define DOORBELL_AFTER_NS UINT64_C(500000000)
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value, uint64_t duration_ns) {
     struct timespec limit = {(time_t)(duration_ns / 1000000000u),
@@ -203,7 +203,7 @@ static void sleep_once(pl_core *core, uint64_t duration_ns) {
 int pl_await(pl_core *core, uint64_t deadline_ns) {
     if (is_complete(core) || wait_awake(core))
         return PL_OK;
-    uint64_t watch_ns = pl_now_ns() + WATCH_NS, doorbell_ns = watch_ns + PATIENCE_NS;
+    uint64_t watch_ns = pl_now_ns() + WATCH_NS, doorbell_ns = watch_ns + DOORBELL_AFTER_NS;
     for (;;) {
         uint64_t now_ns = pl_now_ns();
         if (is_complete(core))

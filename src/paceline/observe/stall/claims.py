@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.account import write_text
 
-PATIENCE_S = 4.0
+REPORT_WAIT_S = 4.0
 """How long whoever has claimed a stall may take for its report."""
 
 _MAX_REPORT_BYTES = 1 << 18
@@ -60,7 +60,7 @@ class Claims:
 
     def is_abandoned(self, number: int) -> bool:
         """Whether the claimer took too long, so that this rank now has the claim."""
-        if time.monotonic() - self._since_s < PATIENCE_S or self.has_report(number):
+        if time.monotonic() - self._since_s < REPORT_WAIT_S or self.has_report(number):
             return False
         self._attempt += 1
         try:

@@ -106,7 +106,7 @@ class Server:
                 self._serve_trainers(self._listener, ready)
             if self._socket in ready:
                 self._serve_some()
-            if self._server_socket.is_news(ready) or self._server_socket.is_shut:
+            if self._server_socket.has_messages(ready) or self._server_socket.is_shut:
                 self._server_socket.look()
             self._start_snapshot()
             self._jobs.tend(ready)
@@ -151,14 +151,14 @@ class Server:
             listener.clear_event()
         answers: Answers = []
         for trainer in list(listener.trainers.values()):
-            self._drain(listener, trainer, answers)
+            self._answer_trainer(listener, trainer, answers)
         if listener.fileno() in ready:
             for trainer in listener.look():
-                self._drain(listener, trainer, answers, FULL)
+                self._answer_trainer(listener, trainer, answers, FULL)
                 listener.dismiss(trainer)
         self._send_all(answers)
 
-    def _drain(
+    def _answer_trainer(
         self, listener: ShmListener, trainer: ShmTrainer, answers: Answers, most: int = AT_ONCE
     ) -> None:
         """Handle what one trainer has asked."""
@@ -202,7 +202,7 @@ class Server:
                 del self._routes[next(iter(self._routes))]
         trainer = listener.trainers.get(head.client)
         if trainer is not None:
-            self._drain(listener, trainer, answers, FULL)
+            self._answer_trainer(listener, trainer, answers, FULL)
 
     def _handle(self, to: To, frames: list[Frame], answers: Answers) -> None:
         """Answer one message; with ``fsync``, answers wait for a sync that is for all of them."""

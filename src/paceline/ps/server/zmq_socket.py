@@ -107,7 +107,7 @@ class ServerSocket:
         """Say whether the port is closed until there is room: ``look`` every ``AGAIN_MS``."""
         return bool(self._closed_port)
 
-    def is_news(self, ready: Mapping[Any, int]) -> bool:
+    def has_messages(self, ready: Mapping[Any, int]) -> bool:
         """Say whether ``look`` has something to do."""
         return any(each in ready for each in self.sockets)
 

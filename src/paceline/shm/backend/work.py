@@ -51,7 +51,7 @@ class FutureThread:
                 )
                 self._thread.start()
         if self._is_closed:  # maybe by a signal handler, in the middle of the lines above
-            self._drain()
+            self._complete_rest()
 
     def close(self) -> None:
         """Let what was submitted end, and the thread with it. Its collectives have ended before.
@@ -72,7 +72,7 @@ class FutureThread:
         while (complete := self._queue.get()) is not None:
             complete()
 
-    def _drain(self) -> None:
+    def _complete_rest(self) -> None:
         """Complete what came when the thread had been told to end: its collectives are over."""
         found: list[Callable[[], None] | None] = []
         with contextlib.suppress(queue.Empty):
