@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from paceline import ps
 from paceline.native.extension import native
 from paceline.ps.client import message_plan as planner
-from paceline.ps.client.bag_pooling import Pool
+from paceline.ps.client.bag_pooling import BagPooling
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_parts import RowsPart
 from tests.ps.groups import SHARDINGS, batches, make_group
@@ -64,7 +64,7 @@ def test_a_group_has_the_bits_of_its_tables(core: Any, data: st.DataObject) -> N
         plan = planner.planned(group, inputs, [0.1] * len(configs))
     torch.manual_seed(draw(st.integers(0, 9)))
     weights = [torch.randn(ROWS, config.embedding_dim, dtype=config.dtype) for _ in configs]
-    pool = Pool(RowsPart(group, plan, inputs))
+    pool = BagPooling(RowsPart(group, plan, inputs))
     found = plan.found
     table_of = torch.empty(plan.distinct, dtype=torch.int64)
     for table in range(len(configs)):

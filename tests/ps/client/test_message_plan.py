@@ -14,7 +14,7 @@ from paceline import ps
 from paceline.errors import IdRangeError
 from paceline.native.extension import native
 from paceline.ps.client.batch import FlatBags
-from paceline.ps.client.message_plan import NativePlan, NumpyPlan, Plan, planned
+from paceline.ps.client.message_plan import NativePlan, NumpyPlan, RowsPlan, planned
 from tests.ps.groups import SHARDINGS, batches, flat, make_group
 
 needs_core = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
@@ -28,7 +28,7 @@ def configs(tables: int, sharding: str) -> list[ps.TableConfig]:
     ]
 
 
-def assert_same(core: Plan, numpy: Plan) -> None:
+def assert_same(core: RowsPlan, numpy: RowsPlan) -> None:
     assert torch.equal(core.places, numpy.places)
     assert torch.equal(core.offsets, numpy.offsets)
     assert core.distinct == numpy.distinct

@@ -8,7 +8,7 @@ import os
 import pytest
 import zmq
 
-from paceline.ps.server.forked_job import Job
+from paceline.ps.server.forked_job import ForkedJob
 from paceline.ps.server.job_queue import Jobs
 
 
@@ -20,7 +20,7 @@ def test_no_further_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     heard: list[str] = []
 
-    def end(job: Job) -> None:
+    def end(job: ForkedJob) -> None:
         try:
             heard.append(str(job.finish()))
         except OSError as error:

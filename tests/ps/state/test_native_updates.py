@@ -18,7 +18,7 @@ from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
 from paceline.ps.protocol.wire import Dtype
 from paceline.ps.state import native_updates
 from paceline.ps.state.native_updates import is_exact, rounding_of
-from paceline.ps.state.table import Budget, Table
+from paceline.ps.state.table import MemoryBudget, Table
 
 pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
 
@@ -93,7 +93,7 @@ def test_other_dtypes_are_torch_s() -> None:
 
 def table_of(optimizer: Optimizer) -> Table:
     spec = TableSpec("t", 50, 8, optimizer=optimizer, padding_idx=3)
-    return Table(0, spec, Shard(Sharding.TABLE, 0, 1), Budget(1 << 20))
+    return Table(0, spec, Shard(Sharding.TABLE, 0, 1), MemoryBudget(1 << 20))
 
 
 def test_slots_and_gradients_are_compared_with_the_table() -> None:

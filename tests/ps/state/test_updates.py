@@ -12,7 +12,7 @@ from paceline import ps
 from paceline.ps.protocol.optimizers import Optimizer
 from paceline.ps.protocol.table_spec import Init, Shard, Sharding, Start, TableSpec
 from paceline.ps.protocol.wire import Dtype
-from paceline.ps.state.table import Budget, Table
+from paceline.ps.state.table import MemoryBudget, Table
 
 ROWS = 50
 WHOLE = Shard(Sharding.TABLE, 0, 1)
@@ -40,7 +40,7 @@ DTYPES = {torch.float32: Dtype.FLOAT32, torch.float64: Dtype.FLOAT64}
 
 def make(optimizer: Optimizer, dim: int, dtype: torch.dtype = torch.float32, **kw: object) -> Table:
     spec = TableSpec("t", ROWS, dim, DTYPES[dtype], optimizer, **kw)  # type: ignore[arg-type]
-    return Table(0, spec, WHOLE, Budget(1 << 30))
+    return Table(0, spec, WHOLE, MemoryBudget(1 << 30))
 
 
 def push(table: Table, ids: np.ndarray, grad: torch.Tensor, lr: float) -> None:
@@ -146,7 +146,7 @@ def test_max_norm_is_torchs(norm_type: float) -> None:
 @pytest.mark.parametrize("optimizer", [ps.SGD(0.1), ps.Adagrad(0.1), ps.RowwiseAdagrad(0.1)])
 def test_half_precision(optimizer: Optimizer, dtype: Dtype) -> None:
     spec = TableSpec("t", ROWS, 16, dtype, optimizer, Init(Start.CONSTANT, 1.0))
-    table = Table(0, spec, WHOLE, Budget(1 << 30))
+    table = Table(0, spec, WHOLE, MemoryBudget(1 << 30))
     ids = np.array([1, 2])
     push(table, ids, torch.ones(2, 16, dtype=table.dtype), 0.1)
     after = read(table, ids).float()

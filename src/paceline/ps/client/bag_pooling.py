@@ -59,7 +59,7 @@ class _Call(NamedTuple):
     max_indices: Tensor
 
 
-class Pool:
+class BagPooling:
     """Pools one part of a batch, and finds the gradient of its rows.
 
     Args:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from paceline.errors import ServerError
-from paceline.ps.client.bag_pooling import Pool
+from paceline.ps.client.bag_pooling import BagPooling
 from paceline.ps.client.channel import Channel
 from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.client.message_parts import BagsPart, Part, RowsPart, message
@@ -49,7 +49,7 @@ class BatchExchange:
         self.parts = tuple(parts)
         self.stage = Stage.PLANNED
         self.pushes_before = 0
-        self.pools = [Pool(part) for part in parts if isinstance(part, RowsPart)]
+        self.pools = [BagPooling(part) for part in parts if isinstance(part, RowsPart)]
         self.tables = [table for part in parts for table in part.tables]
         self._channels = channels
         self._asked: list[tuple[Channel, OpenRequest]] = []
@@ -133,7 +133,7 @@ class BatchExchange:
 
     def _by_pool(
         self, gradients: Sequence[Tensor | None]
-    ) -> Iterator[tuple[Pool, Sequence[Tensor | None]]]:
+    ) -> Iterator[tuple[BagPooling, Sequence[Tensor | None]]]:
         if len(self.parts) == len(self.pools) == 1:
             yield self.pools[0], gradients
             return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.ledger import OpenRequest
-from paceline.ps.client.message_plan import Plan
+from paceline.ps.client.message_plan import RowsPlan
 from paceline.ps.client.table_config import DTYPES
 from paceline.ps.client.table_group import AttachedTable, Group
 from paceline.ps.protocol.wire import (
@@ -80,7 +80,7 @@ class RowsPart:
         is_used: Which tables have a gradient; None: all.
     """
 
-    def __init__(self, group: Group, plan: Plan, inputs: list[FlatBags]) -> None:
+    def __init__(self, group: Group, plan: RowsPlan, inputs: list[FlatBags]) -> None:
         self.group = group
         self.plan = plan
         self.inputs = inputs

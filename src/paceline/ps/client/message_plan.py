@@ -66,7 +66,7 @@ class RowsRequest(NamedTuple):
         return len(self.lookup) // RECORD.itemsize
 
 
-class Plan:
+class RowsPlan:
     """The rows of a batch.
 
     Args:
@@ -115,7 +115,7 @@ class Plan:
         return np.frombuffer(self.repeats, np.bool_, self.tables, self.tables)
 
 
-class NumpyPlan(Plan):
+class NumpyPlan(RowsPlan):
     """A plan by ``Layout.find``."""
 
     def __init__(self, group: Group, inputs: Sequence[FlatBags], templates: bytes) -> None:
@@ -129,7 +129,7 @@ class NumpyPlan(Plan):
         self.found = found
 
 
-class NativePlan(Plan):
+class NativePlan(RowsPlan):
     """A plan by the native core: arrays in one memory, which begins with a ``PlanHead``.
 
     Args:
@@ -188,7 +188,7 @@ class NativePlan(Plan):
         )
 
 
-def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> Plan:
+def planned(group: Group, inputs: Sequence[FlatBags], lrs: Sequence[float]) -> RowsPlan:
     """Plan the batch of a group.
 
     Raises:

@@ -22,7 +22,7 @@ from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.batch_exchange import BatchExchange, Stage
 from paceline.ps.client.connection import Servers
 from paceline.ps.client.message_parts import BagsPart, Part, RowsPart
-from paceline.ps.client.message_plan import Plan, planned
+from paceline.ps.client.message_plan import RowsPlan, planned
 from paceline.ps.client.placement import attach
 from paceline.ps.client.prefetch import Announcements
 from paceline.ps.client.refused_pushes import check_refused
@@ -167,7 +167,7 @@ class TableSet:
                 left = [rest[table] for table in smaller.tables]
                 yield RowsPart(smaller, planned(smaller, left, self.lrs), left)
 
-    def _pooled_by_servers(self, group: Group, mine: list[FlatBags], plan: Plan) -> list[int]:
+    def _pooled_by_servers(self, group: Group, mine: list[FlatBags], plan: RowsPlan) -> list[int]:
         """Which tables of a group, by where they are in it."""
         if not self._is_forced:
             most = max([each.count for each in mine])

@@ -40,14 +40,14 @@ _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
 @dataclass
-class Server:
+class RunningServer:
     """A server that runs."""
 
     child: Child
     address: str = ""
 
 
-class Supervisor:
+class ServerSupervisor:
     """Starts, watches and ends servers.
 
     Args:
@@ -61,7 +61,7 @@ class Supervisor:
         self._settings = settings
         self._restart = restart
         self._fork_server: ForkServer = shared_fork_server()
-        self._servers: dict[int, Server] = {}
+        self._servers: dict[int, RunningServer] = {}
         self._asked: set[int] = set()  # orders that were not answered yet
         self._again_at_s: dict[int, float] = {}
         self._pause_s: dict[int, float] = {}
@@ -115,7 +115,7 @@ class Supervisor:
         child = self._fork_server.fork(EndPolicy(first=None, grace_s=END_S))
         child.run(run_server, self._settings[index])
         assert child.pid
-        self._servers[index] = Server(child)
+        self._servers[index] = RunningServer(child)
 
     def _hear(self, index: int) -> None:
         """A server has said its first words, or is dead."""
@@ -191,7 +191,7 @@ def run_supervisor(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_up_logging()
     try:
-        Supervisor(pipe, settings, restart).run()
+        ServerSupervisor(pipe, settings, restart).run()
     finally:
         # The owner does so as well, unless it was killed.
         shutil.rmtree(sockets, ignore_errors=True)

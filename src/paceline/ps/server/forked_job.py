@@ -21,7 +21,7 @@ from paceline.launch.kernel import die_with_parent
 log = logging.getLogger("paceline.ps")
 
 
-class Job:
+class ForkedJob:
     """One child at work.
 
     Args:
@@ -77,7 +77,7 @@ class Job:
         os.waitpid(self._pid, 0)
 
 
-class FailedJob(Job):
+class FailedJob(ForkedJob):
     """One whose child could not even be made."""
 
     def __init__(self, error: OSError) -> None:

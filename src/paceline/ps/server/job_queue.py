@@ -8,10 +8,10 @@ from typing import Any
 
 import zmq
 
-from paceline.ps.server.forked_job import FailedJob, Job
+from paceline.ps.server.forked_job import FailedJob, ForkedJob
 
 Work = Callable[[], Any]
-End = Callable[[Job], None]
+End = Callable[[ForkedJob], None]
 _MOST = 16
 
 
@@ -25,7 +25,7 @@ class Jobs:
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
         self._waiting: deque[tuple[Work, End]] = deque()
-        self._current: tuple[Job, End] | None = None
+        self._current: tuple[ForkedJob, End] | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -73,7 +73,7 @@ class Jobs:
         while self._current is None and self._waiting:
             work, end = self._waiting.popleft()
             try:
-                job = Job(work)
+                job = ForkedJob(work)
             except OSError as error:
                 end(FailedJob(error))
                 continue

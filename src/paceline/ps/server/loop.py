@@ -28,7 +28,7 @@ from paceline.ps.protocol.shm_ring import CAPACITY, is_possible, shm_listener_pa
 from paceline.ps.protocol.wire import Frame, Kind, WireError, read_head
 from paceline.ps.server.descriptors import DescriptorLimit, raise_descriptor_limit
 from paceline.ps.server.dispatch import DeferredReply, Handler
-from paceline.ps.server.forked_job import Job
+from paceline.ps.server.forked_job import ForkedJob
 from paceline.ps.server.job_queue import Jobs
 from paceline.ps.server.native_loop import NativeLoop
 from paceline.ps.server.shm_listener import FULL, MOST, ShmListener, ShmTrainer
@@ -283,7 +283,7 @@ class Server:
             except OSError as error:
                 log.warning("a snapshot could not begin, journals are kept: %s", error)
 
-    def _end_snapshot(self, job: Job) -> None:
+    def _end_snapshot(self, job: ForkedJob) -> None:
         assert self._durable is not None
         try:
             job.finish()
@@ -297,8 +297,8 @@ class Server:
             busy = Refusal(deferred.code, "too many saves and loads are waiting already")
             self._send(to, self._handler.refuse(deferred.head, busy))
 
-    def _answer_later(self, to: To, deferred: DeferredReply) -> Callable[[Job], None]:
-        def end(job: Job) -> None:
+    def _answer_later(self, to: To, deferred: DeferredReply) -> Callable[[ForkedJob], None]:
+        def end(job: ForkedJob) -> None:
             try:
                 answer = deferred.done(job.finish())
             except OSError as error:

@@ -19,7 +19,7 @@ from paceline.ps.state.table import Table
 _MODES = {Mode.SUM: "sum", Mode.MEAN: "mean"}
 
 
-class Bags:
+class SectionBags:
     """The bags of one section, as in ``nn.EmbeddingBag``.
 
     Args:

@@ -34,7 +34,7 @@ from paceline.ps.state.clients import Clients
 from paceline.ps.state.meter import Meter
 from paceline.ps.state.plain_messages import Append, PlainMessages
 from paceline.ps.state.refusal import Code, Refusal
-from paceline.ps.state.table import Budget, Table
+from paceline.ps.state.table import MemoryBudget, Table
 from paceline.ps.state.validate import CheckedSection, checked, reply_bytes
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Store:
     """
 
     def __init__(self, max_bytes: int, max_reply_bytes: int) -> None:
-        self.budget = Budget(max_bytes)
+        self.budget = MemoryBudget(max_bytes)
         self.clients = Clients()
         self.tables: list[Table] = []
         self._by_name: dict[str, Table] = {}

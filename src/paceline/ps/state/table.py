@@ -37,7 +37,7 @@ _ID_BYTES = 8 + 4  # of a row's id, and of its entry in the map
 
 
 @dataclass
-class Budget:
+class MemoryBudget:
     """The memory that all tables of a server may take. Counts rows, not pages."""
 
     limit_bytes: int
@@ -63,7 +63,7 @@ class Table:
         budget: Shared by all tables of the server.
     """
 
-    def __init__(self, number: int, spec: TableSpec, shard: Shard, budget: Budget) -> None:
+    def __init__(self, number: int, spec: TableSpec, shard: Shard, budget: MemoryBudget) -> None:
         self.number = number
         self.spec = spec
         self.shard = shard

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.ps.protocol.wire import MAX_LEARNING_RATE, Form, Kind, Message, Section, aligned
-from paceline.ps.state.bag_pooling import Bags
+from paceline.ps.state.bag_pooling import SectionBags
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.table import Table
 
@@ -43,7 +43,7 @@ class CheckedSection:
     slots: NDArray[np.int32]
     frame: memoryview
     offset: int
-    bags: Bags | None
+    bags: SectionBags | None
 
     @property
     def values(self) -> Tensor:
@@ -162,7 +162,7 @@ def _bags_share(
         weights_at = values.take(table, section.ids, 1)
         weights = _tensor(table, values.frame, weights_at, section.ids, 1).view(-1)
     offset = values.take(table, section.bags, table.spec.dim) if kind is Kind.PUSH else 0
-    bags = Bags(table, section.mode, ids, offsets, weights)
+    bags = SectionBags(table, section.mode, ids, offsets, weights)
     return CheckedSection(
         table, section, bags.ids, table.locate(bags.ids), values.frame, offset, bags
     )

@@ -32,7 +32,7 @@ from paceline.ps.protocol.sharding import is_owner
 from paceline.ps.protocol.table_spec import Shard
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.store import Change, Store
-from paceline.ps.state.table import Budget, Table
+from paceline.ps.state.table import MemoryBudget, Table
 from paceline.ps.storage.save import check_file
 from paceline.ps.storage.save_files import files_of
 from paceline.ps.storage.snapshot import (
@@ -138,7 +138,7 @@ def build_aside(store: Store, parts: Sequence[Part]) -> Change:
         Refusal: There is no memory for both.
     """
     check_memory(parts)
-    budget = Budget(store.budget.limit_bytes)
+    budget = MemoryBudget(store.budget.limit_bytes)
     new = [_filled(part, budget) for part in parts]
 
     def change() -> dict[str, Any]:
@@ -149,7 +149,7 @@ def build_aside(store: Store, parts: Sequence[Part]) -> Change:
     return change
 
 
-def _filled(part: Part, budget: Budget) -> Table:
+def _filled(part: Part, budget: MemoryBudget) -> Table:
     old = part.table
     table = Table(old.number, old.spec, old.shard, budget)
     for path in part.paths:
