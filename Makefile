@@ -11,9 +11,11 @@ TYPED  := $(wildcard src examples benchmarks)
 export PATH := $(PATH):/usr/sbin:/sbin
 # Programs that tests start would compile all of the package each time.
 unexport PYTHONDONTWRITEBYTECODE
-# Test files are shared among this many processes, each with ranks of its own.
+# Test files are shared among this many processes, each with ranks of its own; in which order, says
+# tests/conftest.py.
 WORKERS ?= 2
-PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST  := $(BIN)/python -m pytest $(SHARED)
 # Extra arguments: make unit ARGS="-k ranks -x"
 ARGS   ?=
 
@@ -82,7 +84,7 @@ test-torch: $(VENV)/.installed-dev iproute2 ## the tests with another torch: mak
 	@test -n "$(VERSION)" || { echo 'which torch? make test-torch VERSION=2.15.0'; exit 2; }
 	test -x build/torch-$(VERSION)/bin/python || $(PYTHON) -m venv build/torch-$(VERSION)
 	build/torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e ".[dev]"
-	build/torch-$(VERSION)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	build/torch-$(VERSION)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
