@@ -33,14 +33,14 @@ demo: $(VENV)/.installed-demo ## torch's DDP beside Paceline's, and a rank that 
 	@$(BIN)/paceline demo $(ARGS)
 
 test: lint types iproute2 chromium ## lint, types, and the tests that show that it works
-	$(PYTEST) -m "not slow" $(ARGS)
+	PACELINE_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: test-slow test-alone ## what `make test` leaves out: attacks, soaks, timing, large runs
 
 # ARGS may leave no test to one of the two: pytest says 5.
 NONE_LEFT = $(if $(ARGS),|| test $$? = 5)
 test-slow: $(VENV)/.installed-frameworks iproute2 chromium launchers
-	$(PYTEST) -m "slow and not alone" $(ARGS) $(NONE_LEFT)
+	$(PYTEST) -m "(slow or hypothesis) and not alone" $(ARGS) $(NONE_LEFT)
 
 # In one process: they measure, and would measure the other worker.
 test-alone: $(VENV)/.installed-frameworks iproute2 chromium contenders

@@ -25,6 +25,7 @@ import pytest
 
 from paceline.launch import fork_server
 from paceline.testing.ranks import warm_up
+from tests.examples import examples
 
 # What is slow to disappear gets this long before it counts as left behind.
 PATIENCE_S = 30.0
@@ -80,10 +81,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Else each rank that compiles starts a program that compiles for it, and that imports torch anew.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
 # An example takes as long as a busy machine needs, and `make test` has the same examples each time.
 # To look for others: make unit ARGS="--hypothesis-profile=random".
 hypothesis.settings.register_profile(
-    "random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "random",
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
     "repeatable", hypothesis.settings.get_profile("random"), derandomize=True
@@ -116,6 +124,13 @@ def warm_fork_server(request: pytest.FixtureRequest) -> None:
     """
     if len(request.session.items) > MANY:
         warm_up(["paceline.ddp", "paceline.hooks"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def freeze_what_is_loaded() -> None:
+    """No collection looks through torch and all tests again: that takes 0.2 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

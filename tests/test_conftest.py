@@ -104,7 +104,8 @@ def test_what_others_have_in_shared_memory_is_not_seen(name: str) -> None:
 def test_a_test_that_leaks_fails(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
-    shutil.copy(Path(__file__).with_name("conftest.py"), tests)
+    for name in ("conftest.py", "examples.py"):
+        shutil.copy(Path(__file__).with_name(name), tests)
     (tests / "test_it.py").write_text(
         "import os, pytest\n"
         "def test_leaks(): os.environ['LEFT'] = '1'\n"
