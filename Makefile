@@ -11,9 +11,11 @@ TYPED  := $(wildcard src examples benchmarks)
 export PATH := $(PATH):/usr/sbin:/sbin
 # Programs that tests start would compile all of the package each time.
 unexport PYTHONDONTWRITEBYTECODE
-# Test files are shared among this many processes, each with ranks of its own.
+# Test files are shared among this many processes, each with ranks of its own; in which order, says
+# tests/conftest.py.
 WORKERS ?= 2
-PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST  := $(BIN)/python -m pytest $(SHARED)
 # Extra arguments: make unit ARGS="-k ranks -x"
 ARGS   ?=
 
@@ -31,14 +33,14 @@ demo: $(VENV)/.installed-demo ## torch's DDP beside Paceline's, and a rank that 
 	@$(BIN)/paceline demo $(ARGS)
 
 test: lint types iproute2 chromium ## lint, types, and the tests that show that it works
-	$(PYTEST) -m "not slow" $(ARGS)
+	PACELINE_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
 
 test-all: test-slow test-alone ## what `make test` leaves out: attacks, soaks, timing, large runs
 
 # ARGS may leave no test to one of the two: pytest says 5.
 NONE_LEFT = $(if $(ARGS),|| test $$? = 5)
 test-slow: $(VENV)/.installed-frameworks iproute2 chromium launchers
-	$(PYTEST) -m "slow and not alone" $(ARGS) $(NONE_LEFT)
+	$(PYTEST) -m "(slow or hypothesis) and not alone" $(ARGS) $(NONE_LEFT)
 
 # In one process: they measure, and would measure the other worker.
 test-alone: $(VENV)/.installed-frameworks iproute2 chromium contenders
@@ -82,7 +84,7 @@ test-torch: $(VENV)/.installed-dev iproute2 ## the tests with another torch: mak
 	@test -n "$(VERSION)" || { echo 'which torch? make test-torch VERSION=2.15.0'; exit 2; }
 	test -x build/torch-$(VERSION)/bin/python || $(PYTHON) -m venv build/torch-$(VERSION)
 	build/torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e ".[dev]"
-	build/torch-$(VERSION)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	build/torch-$(VERSION)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

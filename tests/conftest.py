@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -24,6 +25,7 @@ import pytest
 
 from paceline.launch import fork_server
 from paceline.testing.ranks import warm_up
+from tests.examples import examples
 
 # What is slow to disappear gets this long before it counts as left behind.
 PATIENCE_S = 30.0
@@ -41,7 +43,35 @@ IGNORED_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR",
 }
 
-ATTACKS = Path(__file__).parent / "attack"
+TESTS = Path(__file__).parent
+ATTACKS = TESTS / "attack"
+# The longest of `make test` (`make test ARGS=--durations=0`), longest first.
+LONG_FILES = [
+    "elastic/test_jobs.py",
+    "conformance/test_torch_ddp.py",
+    "shm/collectives/test_faults.py",
+    "testing/test_ranks.py",
+    "cli/test_demo.py",
+    "test_examples.py",
+    "shards/test_elastic.py",
+    "test_gloo_threads.py",
+    "hooks/test_contract.py",
+    "ddp/parity/test_properties.py",
+    "ddp/agree/test_hangs.py",
+    "integrations/test_torch_patch.py",
+    "conformance/test_torch_ddp_rpc.py",
+    "ddp/agree/test_drift_silence.py",
+    "shm/contract/test_cases.py",
+    "observe/stall/test_watchdog.py",
+    "elastic/test_fault_matrix.py",
+    "shards/test_same_bits.py",
+    "hooks/test_parity.py",
+    "ps/storage/test_faulty_disk.py",
+    "ddp/parity/test_compile.py",
+    "cli/bench/test_hybrid.py",
+    "cli/test_run.py",
+    "faults/test_faults.py",
+]
 SHM = Path("/dev/shm")
 LINUX = Path("/proc/self/fd").is_dir()
 
@@ -51,10 +81,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Else each rank that compiles starts a program that compiles for it, and that imports torch anew.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
 # An example takes as long as a busy machine needs, and `make test` has the same examples each time.
 # To look for others: make unit ARGS="--hypothesis-profile=random".
 hypothesis.settings.register_profile(
-    "random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "random",
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
     "repeatable", hypothesis.settings.get_profile("random"), derandomize=True
@@ -62,11 +99,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to ``make test-all`` the attacks, and what wants the machine for itself."""
     for item in items:
         if ATTACKS in item.path.parents or item.get_closest_marker("alone"):
             item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):  # xdist: its workers take one file after the other
+        turns = {path: turn for turn, path in enumerate(in_turn([item.path for item in items]))}
+        items.sort(key=lambda item: turns[item.path])
+
+
+def in_turn(paths: list[Path]) -> list[Path]:
+    """LONG_FILES first, then those with many tests: no worker has a long file left at the end."""
+    turns = {TESTS / name: turn for turn, name in enumerate(LONG_FILES)}
+    sizes = Counter(sorted(paths))
+    return sorted(sizes, key=lambda path: (turns.get(path, len(turns)), -sizes[path]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,6 +124,13 @@ def warm_fork_server(request: pytest.FixtureRequest) -> None:
     """
     if len(request.session.items) > MANY:
         warm_up(["paceline.ddp", "paceline.hooks"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def freeze_what_is_loaded() -> None:
+    """No collection looks through torch and all tests again: that takes 0.2 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LINUX, LOOKS, SHM
+from tests.conftest import LINUX, LONG_FILES, LOOKS, SHM, TESTS, in_turn
 
-pytestmark = pytest.mark.skipif(not LINUX, reason="reads /proc")
+reads_proc = pytest.mark.skipif(not LINUX, reason="reads /proc")
 LETTERS = str.maketrans("0123456789", "ghijklmnop")  # a number could be that of a process
 
 
@@ -68,6 +68,7 @@ def variable() -> Iterator[None]:
     del os.environ["PACELINE_LEFT"]
 
 
+@reads_proc
 @pytest.mark.parametrize(
     ("kind", "leak"),
     [
@@ -87,6 +88,7 @@ def test_a_leak_is_seen(kind: str, leak: contextlib.AbstractContextManager[None]
     assert LOOKS[kind]() == before
 
 
+@reads_proc
 @pytest.mark.parametrize("name", ["of another program", "torch_1_of_another_process"])
 def test_what_others_have_in_shared_memory_is_not_seen(name: str) -> None:
     before = LOOKS["shm"]()
@@ -98,10 +100,12 @@ def test_what_others_have_in_shared_memory_is_not_seen(name: str) -> None:
         path.unlink()
 
 
+@reads_proc
 def test_a_test_that_leaks_fails(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
-    shutil.copy(Path(__file__).with_name("conftest.py"), tests)
+    for name in ("conftest.py", "examples.py"):
+        shutil.copy(Path(__file__).with_name(name), tests)
     (tests / "test_it.py").write_text(
         "import os, pytest\n"
         "def test_leaks(): os.environ['LEFT'] = '1'\n"
@@ -113,3 +117,10 @@ def test_a_test_that_leaks_fails(tmp_path: Path) -> None:
     assert "left behind: environ" in result.stdout
     assert "2 passed" in result.stdout  # pytest counts a failing teardown as an error beside a pass
     assert "1 error" in result.stdout
+
+
+def test_workers_begin_with_the_long_files() -> None:
+    few, many = TESTS / "few.py", TESTS / "many.py"
+    long = [TESTS / name for name in LONG_FILES]
+    assert [path for path in long if not path.exists()] == []
+    assert in_turn([few, many, *reversed(long), many]) == [*long, many, few]

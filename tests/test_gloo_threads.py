@@ -42,7 +42,14 @@ def test_torch_alone_dies(tmp_path: Path) -> None:
     assert "terminate called without an active exception" in ended.stderr
 
 
-@pytest.mark.parametrize("case", ["waited", "later", "wrapper", "destroyed", "hook"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "later",
+        "wrapper",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("waited", "destroyed", "hook")),
+    ],
+)
 def test_ends_well(case: str, tmp_path: Path) -> None:
     ended = run(case, tmp_path)
     assert ended.returncode == 0, ended.stderr

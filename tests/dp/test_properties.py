@@ -13,8 +13,9 @@ from torch.nn.utils import parametrizations
 
 import paceline
 from paceline.containers import tensors_in
+from tests.examples import examples
 
-SETTINGS = settings(max_examples=40)
+SETTINGS = settings(max_examples=examples(40))
 WIDTH = 4
 
 

@@ -250,6 +250,10 @@ def is_over() -> bool:
     return state.step >= steps and PLAN.get("world", 0) in (0, dist.get_world_size())
 
 
+def pause_s() -> float:
+    return 0.0 if (OUT / "hurry").exists() else PLAN.get("pause_s", 0.0)
+
+
 @elastic.run
 def train(state: elastic.State) -> None:
     while not is_over():
@@ -279,7 +283,7 @@ def train(state: elastic.State) -> None:
                 note(f"digests-{MEMBER}", [state.step, digests()])
             if PLAN.get("save") and state.step % PLAN["save"] == 0:
                 state.save(OUT / "checkpoints")
-            time.sleep(PLAN.get("pause_s", 0.0))
+            time.sleep(pause_s())
             if is_over():
                 return
             if PLAN.get("own_hook"):

@@ -93,7 +93,9 @@ def save_for_ever(path: str) -> None:
         print(state.commits, flush=True)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_killed_in_the_middle_of_a_save(tmp_path: Path, how: signal.Signals) -> None:
     """Whenever it dies, what is there is whole, and no older than the last that was waited for."""
     code = "import sys, tests.elastic.test_checkpoint as test; test.save_for_ever(sys.argv[1])"

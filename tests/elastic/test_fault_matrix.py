@@ -65,7 +65,7 @@ def test_training_goes_on(tmp_path: Path, kind: str, backend: str) -> None:
     ("kills", "backend", "workers"),
     [
         (3, "gloo", 0),
-        (3, "gloo", 2),
+        pytest.param(3, "gloo", 2, marks=pytest.mark.slow),
         pytest.param(20, "gloo", 0, marks=pytest.mark.slow),
         pytest.param(20, "paceline", 2, marks=pytest.mark.slow),
     ],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from paceline.elastic.members import ElasticPolicy, Kill
 from paceline.elastic.membership import Membership
 from tests.elastic.simulated_job import Job
+from tests.examples import examples
 
 
 def make_job(hosts: int = 2, ranks: int = 2, **policy: object) -> Job:
@@ -140,7 +141,7 @@ def happen(job: Job, what: str, number: int, ranks: int) -> None:
         getattr(job, what)(members[number % len(members)])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(1, 2), st.sampled_from([0.0, 5.0]), st.integers(0, 1), EVENTS)
 def test_no_committed_step_is_lost(
     ranks: int, hold_s: float, spares: int, events: list[tuple[str, int]]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.elastic.hosts.lease import HostLease, LeaseTable, now_s
 from paceline.elastic.hosts.lease_file import LeaseReader, write_lease
+from tests.examples import examples
 
 LEASE_S = 8.0
 
@@ -121,7 +122,7 @@ def happen(world: World, what: str, number: int) -> None:
         getattr(world, what)()
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.sampled_from([0.999, 1.0, 1.001]), EVENTS)
 def test_two_parts_never_both_go_on(rate: float, events: list[tuple[str, int]]) -> None:
     world = World(rate)

@@ -13,6 +13,7 @@ from paceline.elastic.members import (
     Release,
 )
 from tests.elastic.simulated_job import make_job
+from tests.examples import examples
 
 EVENTS = st.lists(
     st.tuples(
@@ -23,7 +24,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.integers(1, 5), st.sampled_from([0.0, 5.0]), st.integers(0, 2), st.booleans(), EVENTS)
 def test_no_committed_step_is_lost(
     ranks: int, hold_s: float, spares: int, begins_alone: bool, events: list[tuple[str, int]]
@@ -314,7 +315,7 @@ def test_who_has_not_copied_the_state_yet_holds_nothing() -> None:
     assert "nobody holds the state any more" in job.failed
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(2, 5), EVENTS)
 def test_without_replacements_nobody_is_started_and_no_step_is_lost(
     ranks: int, events: list[tuple[str, int]]

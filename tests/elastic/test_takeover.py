@@ -17,6 +17,7 @@ from paceline.elastic.hosts.takeover import (
 from paceline.elastic.members import ElasticPolicy, Fail, MemberState
 from paceline.elastic.membership import Membership
 from tests.elastic.simulated_job import Job, Rank
+from tests.examples import examples
 
 
 def report_of(job: Job) -> HostReport:
@@ -69,7 +70,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(1, 4), st.integers(0, 1), EVENTS)
 def test_no_committed_step_is_lost(ranks: int, spares: int, events: list[tuple[str, int]]) -> None:
     job = Job(Membership(ElasticPolicy(ranks, early_deaths=1000, spares=spares)))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.hooks.codecs import Codec, Fp8Codec, Int8Codec, SignCodec
 from paceline.hooks.topk import largest
+from tests.examples import examples
 
 CODECS: dict[str, Codec] = {
     "int8": Int8Codec(16),
@@ -48,7 +49,7 @@ def test_sign_packs_every_pattern() -> None:
     assert torch.equal(round_trip(SignCodec(8), values), values)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["int8", "e4m3", "e5m2"]),
     st.lists(st.floats(-1e30, 1e30), min_size=16, max_size=16),
@@ -88,7 +89,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     assert round_trip(Int8Codec(16), values)[0, 1] == 0.0
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 60_000), st.integers(1, 500), st.integers(0, 3))
 def test_largest_is_exact(numel: int, k: int, seed: int) -> None:
     k = min(k, numel)

@@ -119,7 +119,7 @@ def test_without_state_bit_for_bit() -> None:
     run_ranks(2, on_rank)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_power_sgd(world: int) -> None:
     """With one bucket: with several, torch's own gives wrong numbers on gloo."""
 

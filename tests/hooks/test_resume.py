@@ -84,7 +84,7 @@ def bits(model: nn.Module) -> bytes:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_same_bits(wrapper: str, world: int) -> None:
     def on_rank() -> list[str]:
         different = []

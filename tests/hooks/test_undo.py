@@ -17,7 +17,10 @@ from tests.hooks.cases import Bucket
 from tests.hooks.test_resume import HOOKS, batch, bits, make, train
 
 
-@pytest.mark.parametrize("marked_at", [0, 2, 4])
+@pytest.mark.parametrize(
+    "marked_at",
+    [0, 2, pytest.param(4, marks=pytest.mark.slow)],
+)
 def test_a_step_that_does_not_count(marked_at: int) -> None:
     """Marked before the first step, and later. Not after the first: buckets are cut anew then,
     and a wrapper that changes its group does so one step later.

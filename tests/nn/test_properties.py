@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.nn.batch_stats import combine, local_stats
+from tests.examples import examples
 from tests.nn.compare import Case, assert_same_as_whole
 
 shapes = st.one_of(
@@ -47,14 +48,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(cases())
 def test_equals_batchnorm_on_the_concatenated_batch(case: Case) -> None:
     for result in assert_same_as_whole(case, rtol=1e-7, atol=1e-7):
         assert result.collectives == [(1, 1)] * case.steps
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(lambda s: sum(s) > 0),
     shift=st.sampled_from([0.0, 10.0, 1000.0]),

@@ -30,11 +30,12 @@ from paceline.observe.records import (
 )
 from paceline.observe.ring import EventWriter, read_history, read_info, read_status
 from tests.children import begin_in_fork, wait_for
+from tests.examples import examples
 from tests.observe import sample_records as sample
 from tests.observe.sample_records import INFO, make_step
 
 FEW = settings(
-    max_examples=40,
+    max_examples=examples(40),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 SMALL = layout.MIN_BYTES

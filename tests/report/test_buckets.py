@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.report.analysis import Analysis, analyse
 from paceline.report.phases import Phase
+from tests.examples import examples
 from tests.report.histories import MIB, Delay, Job, make_run
 
 
@@ -65,7 +66,7 @@ def test_buckets_from_before_they_were_cut_anew_do_not_count() -> None:
     assert [bucket.exposed_ms for bucket in found.buckets] == [0.0, 0.0, 0.0, 2.0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.floats(0.01, 60), min_size=4, max_size=4),
     st.floats(0, 0.4),

@@ -10,6 +10,7 @@ from paceline.report.analysis import analyse
 from paceline.report.clocks import compare_clocks
 from paceline.report.phases import Phase
 from paceline.report.wording import warnings
+from tests.examples import examples
 from tests.report.histories import MS, Delay, Job, make_run, simulate
 
 TWO = ("alpha", "beta")
@@ -20,7 +21,7 @@ def test_one_host_needs_no_alignment() -> None:
     assert (clock.windows, clock.uncertainty_ns, clock.bound_ns) == ((), 0, 0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.floats(-1e6, 1e6), st.floats(-100, 100), st.integers(0, 9))
 def test_the_offset_is_within_its_bounds(ahead_ms: float, drift_ppm: float, seed: int) -> None:
     job = Job(

@@ -12,6 +12,7 @@ from paceline.report.analysis import Analysis, analyse
 from paceline.report.phases import PHASES, Phase
 from paceline.report.steps import share_blame
 from paceline.report.stragglers import Pattern, find_pattern
+from tests.examples import examples
 from tests.report.histories import Delay, Job, make_run
 
 DELAYED = (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -186,7 +187,7 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(jobs)
 def test_all_that_is_lost_is_blamed_once(job: Job) -> None:
     measured = analyse(make_run(job))
@@ -203,7 +204,7 @@ def test_all_that_is_lost_is_blamed_once(job: Job) -> None:
             assert sum(each.own_ns.values()) + each.lost_ns + each.exposed_ns == whole
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(jobs, st.permutations(range(3)))
 def test_ranks_have_no_privileges(job: Job, order: list[int]) -> None:
     """The same job with other rank numbers has the same result, with other rank numbers."""

@@ -24,7 +24,7 @@ def digests(world: int) -> dict[str, str]:
     return told[0]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", CASES)
 def test_as_on_one_rank(world: int, name: str) -> None:
     for transport in TRANSPORTS:

@@ -224,7 +224,11 @@ class TestNothingIsLeft:
             pass
         wait_gone(namespaces_in_use() - {os.readlink("/proc/self/ns/net")})
 
-    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+    @pytest.mark.parametrize(
+        "how",
+        [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL],
+        ids=lambda s: s.name,
+    )
     def test_after_the_caller_went_away(self, how: signal.Signals, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(SCRIPT))

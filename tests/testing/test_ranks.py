@@ -343,7 +343,11 @@ SCRIPT = """
 class TestCallerGoesAway:
     """Ranks end with the process that called run_ranks, however that one ends."""
 
-    @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+    @pytest.mark.parametrize(
+        "how",
+        [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+        ids=lambda s: s.name,
+    )
     def test_ranks_go_too(self, how: signal.Signals, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(SCRIPT))

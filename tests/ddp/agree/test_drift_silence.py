@@ -12,8 +12,15 @@ from tests.ddp.agree import drift_patterns_of_gradients, drift_patterns_of_weigh
 from tests.ddp.agree.drift_pattern import PATTERNS
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize(
+    ("transport", "ranks"),
+    [
+        ("shm", 3),
+        ("c10d", 2),
+        pytest.param("shm", 2, marks=pytest.mark.slow),
+        pytest.param("c10d", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_said(transport: str, ranks: int) -> None:
     def on_rank() -> None:
         for name, train in PATTERNS.items():

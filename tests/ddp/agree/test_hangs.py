@@ -64,7 +64,7 @@ def caught(action: Callable[[], Any]) -> tuple[str, int | None, str]:
 
 
 class TestDifferentCollectives:
-    @pytest.mark.parametrize("alone", [0, 1])
+    @pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_on_gloo(self, alone: int) -> None:
         """One rank's loader is shorter: it is in a metric's all_reduce, in gloo's C++."""
 
@@ -82,7 +82,7 @@ class TestDifferentCollectives:
         assert line.startswith(f"ERROR Rank {alone}: ranks are in different collectives")
         assert "test_hangs.py:" in line
 
-    @pytest.mark.parametrize("alone", [0, 1])
+    @pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])
     def test_on_our_backend(self, alone: int) -> None:
         """Both groups are ours: all ranks raise."""
 
@@ -184,7 +184,7 @@ class TestOnlySlow:
         assert all(line.startswith("WARNING Rank 1 has waited for") for line in results[1])
         assert "in barrier #" in results[1][0]
 
-    @pytest.mark.parametrize("backend", ["gloo", "paceline"])
+    @pytest.mark.parametrize("backend", ["gloo", pytest.param("paceline", marks=pytest.mark.slow)])
     def test_a_collective_of_other_ranks_that_will_end(self, backend: str) -> None:
         """Rank 1 is in an all_reduce with rank 2, which comes when rank 0 has complained."""
 

@@ -30,6 +30,7 @@ from tests.ddp.compare import (
     gradients,
 )
 from tests.ddp.models import FEATURES, PARTS, Drawn, Part
+from tests.examples import examples
 
 ROWS = 3
 CASES_PER_CALL = 4
@@ -257,13 +258,13 @@ def run_drawn(world: int, batch_of_cases: list[Case]) -> None:
     run_ranks(world, check_all, batch_of_cases, timeout_s=250)
 
 
-@settings(drawn, max_examples=30)
+@settings(drawn, max_examples=examples(30))
 @given(st.lists(cases(), min_size=CASES_PER_CALL, max_size=CASES_PER_CALL))
 def test_two_ranks_equal_one_process_and_torch(batch_of_cases: list[Case]) -> None:
     run_drawn(2, batch_of_cases)
 
 
-@settings(drawn, max_examples=10)
+@settings(drawn, max_examples=examples(10))
 @given(st.lists(cases(), min_size=CASES_PER_CALL, max_size=CASES_PER_CALL))
 def test_three_ranks_equal_one_process(batch_of_cases: list[Case]) -> None:
     run_drawn(3, batch_of_cases)

@@ -17,6 +17,7 @@ from paceline.ps.client import message_plan as planner
 from paceline.ps.client.bag_pooling import BagPooling
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_parts import RowsPart
+from tests.examples import examples
 from tests.ps.groups import SHARDINGS, batches, make_group
 
 ROWS = 40
@@ -41,7 +42,7 @@ def own(
 
 
 @pytest.mark.parametrize("core", [None, native], ids=["python", "native"])
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_a_group_has_the_bits_of_its_tables(core: Any, data: st.DataObject) -> None:
     draw = data.draw

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.ps.client.ledger import Ledger, OpenRequest, State
 from paceline.ps.protocol.wire import SEQUENCED, Frame, Head, Kind, pack_control, read_head
+from tests.examples import examples
 
 CLIENT = bytes(range(16))
 
@@ -82,7 +83,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(actions)
 def test_every_push_once_and_every_lookup_sees_the_pushes_before_it(
     steps: list[str | tuple[int, int, bool]],

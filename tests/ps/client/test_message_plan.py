@@ -15,6 +15,7 @@ from paceline.errors import IdRangeError
 from paceline.native.extension import native
 from paceline.ps.client.batch import FlatBags
 from paceline.ps.client.message_plan import NativePlan, NumpyPlan, RowsPlan, planned
+from tests.examples import examples
 from tests.ps.groups import SHARDINGS, batches, flat, make_group
 
 needs_core = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
@@ -61,7 +62,7 @@ def assert_bags(plan: NativePlan, inputs: list[FlatBags]) -> None:
 
 
 @needs_core
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), st.sampled_from(SHARDINGS), st.integers(1, 5), st.integers(1, 4))
 def test_native_and_numpy_plan_alike(
     data: st.DataObject, sharding: str, servers: int, tables: int

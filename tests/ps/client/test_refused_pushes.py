@@ -21,6 +21,7 @@ from paceline import ps
 from paceline.errors import PushRefusedError, ServerRefusedError
 from paceline.ps.client.ledger import OpenRequest
 from paceline.ps.protocol.wire import Head, Kind, pack_control, read_head
+from tests.examples import examples
 from tests.ps.client.test_ledger import CLIENT, Model, breaks
 from tests.ps.server.test_listener import DEADLINE_S, until
 
@@ -204,7 +205,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["", "global kept; kept = servers"])
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("global kept; kept = servers", marks=pytest.mark.slow)]
+)
 def test_a_program_that_ends_without_a_flush(end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{end}", end))
@@ -282,7 +285,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(actions)
 def test_every_refusal_is_told_once(steps: list[str | tuple[int, int, bool]]) -> None:
     """Whatever is lost: after a last HELLO, as many were told as were refused."""

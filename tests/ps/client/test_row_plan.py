@@ -9,6 +9,7 @@ from paceline.errors import IdRangeError
 from paceline.ps.client.row_plan import Layout
 from paceline.ps.protocol.sharding import owners
 from paceline.ps.protocol.table_spec import Sharding
+from tests.examples import examples
 
 ROWS = (7, 1000, 1 << 39)
 ids_of = [st.lists(st.integers(0, rows - 1) | st.integers(0, 6), max_size=30) for rows in ROWS]
@@ -20,7 +21,7 @@ def layout(sharding: Sharding, servers: int, tables: int = 3) -> Layout:
     return Layout(names, ROWS[:tables], sharding, servers, table_servers)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(list(Sharding)), st.integers(1, 5), st.tuples(*ids_of), st.integers(1, 3))
 def test_each_id_once_on_its_server_and_found_again(
     sharding: Sharding, servers: int, lists: tuple[list[int], ...], tables: int

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline import ps
+from tests.examples import examples
 from tests.ps.modules.tables import DIM, LR, ROWS, gradient_like, names
 
 pytestmark = pytest.mark.usefixtures("every_byte_counts")
@@ -66,7 +67,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(
-    max_examples=120,
+    max_examples=examples(120),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(cases())

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.native.extension import native
+from tests.examples import examples
 from tests.ps.protocol.ring_peer import frames_of
 
 pytestmark = pytest.mark.skipif(native is None, reason="needs the native core: a C compiler")
@@ -57,7 +58,7 @@ def ends() -> Iterator[Ends]:
 FRAMES = st.lists(st.integers(0, CAPACITY // 4), min_size=1, max_size=3)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.one_of(FRAMES, st.none(), st.just("mark")), max_size=80))
 def test_it_is_a_queue(steps: list[Any]) -> None:
     """None takes one out; what comes out went in, in order; an empty ring takes what is allowed."""
@@ -158,7 +159,7 @@ WORDS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.tuples(st.integers(0, 700), WORDS), min_size=1, max_size=6),
     st.lists(FRAMES, max_size=6),

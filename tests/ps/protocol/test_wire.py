@@ -25,6 +25,7 @@ from paceline.ps.protocol.wire import (
     read_head,
     unpack,
 )
+from tests.examples import examples
 from tests.ps.data_messages import pack_data
 
 numbers = st.integers(0, 2**64 - 1)
@@ -72,14 +73,14 @@ def test_data_comes_back(head: Head, shares: list[Section], values: bytes) -> No
     assert bytes(found.values) == values
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(frames_of_noise)
 def test_noise_is_refused(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         unpack(frames)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(
     st.one_of(heads(frozenset(Kind) - DATA), heads(DATA)),
     st.integers(0, 200),

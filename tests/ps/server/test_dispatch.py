@@ -26,6 +26,7 @@ from paceline.ps.protocol.wire import (
 from paceline.ps.server.dispatch import DeferredReply, Handler
 from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.store import Store
+from tests.examples import examples
 from tests.ps.data_messages import pack_data
 from tests.ps.raw_client import WHOLE, attach_frames, raw_bytes, rows_frames
 
@@ -289,7 +290,7 @@ def data_messages(draw: st.DrawFn) -> tuple[Kind, list[Section], list[int], byte
     return kind, shares, integers, values
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(data_messages())
 def test_any_data_message_is_done_or_refused(
     message: tuple[Kind, list[Section], list[int], bytes],
@@ -314,7 +315,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.sampled_from([Kind.HELLO, Kind.ATTACH, Kind.STATS, Kind.SAVE, Kind.LOAD, Kind.WELCOME]),
     st.dictionaries(

@@ -18,6 +18,7 @@ from paceline.native import extension
 from paceline.ps.protocol.wire import Frame, Head, Kind, pack_control, read_head
 from paceline.ps.server.dispatch import DeferredReply
 from paceline.ps.server.native_loop import NativeLoop
+from tests.examples import examples
 from tests.ps.bare_server import CLIENT, PLAIN, BareServer, Step, check_same_answers, plain, steps
 from tests.ps.killed_durable import close_as_killed
 from tests.ps.protocol.test_shm_ring import Ends
@@ -63,7 +64,7 @@ def ring() -> Iterator[RingServer]:
     made.ends.close()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_it_answers_as_python_does(drawn: list[Step]) -> None:
     ring, python = RingServer(), BareServer(None)

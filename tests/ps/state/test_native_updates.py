@@ -19,6 +19,7 @@ from paceline.ps.protocol.wire import Dtype
 from paceline.ps.state import native_updates
 from paceline.ps.state.native_updates import is_exact, rounding_of
 from paceline.ps.state.table import MemoryBudget, Table
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(extension.native is None, reason="there is no native core")
 
@@ -59,7 +60,7 @@ optimizers = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(optimizers, st.integers(1, 200), st.integers(1, 40))
 def test_every_setting_has_torch_s_bits(optimizer: Optimizer, dim: int, rows: int) -> None:
     rounding = rounding_of(TableSpec("t", 1, 1, optimizer=optimizer))

@@ -13,6 +13,7 @@ from paceline.native import extension
 from paceline.ps.protocol.table_spec import Shard, Sharding, TableSpec
 from paceline.ps.protocol.wire import Dtype, Form, Frame, Head, Kind, Section, unpack
 from paceline.ps.state.store import Store
+from tests.examples import examples
 from tests.ps.bare_server import (
     CLIENT,
     EMPTY,
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(steps, min_size=1, max_size=5))
 def test_both_ways_are_the_same(drawn: list[Step]) -> None:
     servers = [BareServer(extension.native), BareServer(None)]

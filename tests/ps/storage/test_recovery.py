@@ -125,7 +125,10 @@ def test_killed_in_a_load(tmp_path: Path) -> None:
             assert client.values(IDS)[0, 0] == 1.0
 
 
-def test_sigkill_20_times(start_servers: Callable[..., ps.LocalServers], tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_sigkill_again_and_again(
+    start_servers: Callable[..., ps.LocalServers], tmp_path: Path, times: int
+) -> None:
     """The servers come back by themselves, and the sums are exact."""
     servers = start_servers(1, directory=tmp_path, restart=True, snapshot_every_s=0.1)
     kills = 0
@@ -135,7 +138,7 @@ def test_sigkill_20_times(start_servers: Callable[..., ps.LocalServers], tmp_pat
         nonlocal kills
         chance = random.Random(6)
         killed = 0
-        while kills < 20 and not stop.wait(chance.uniform(0.02, 0.25)):
+        while kills < times and not stop.wait(chance.uniform(0.02, 0.25)):
             pid = int((tmp_path / "0" / "lock").read_text() or 0)
             if pid and pid != killed:
                 os.kill(pid, signal.SIGKILL)
@@ -154,7 +157,7 @@ def test_sigkill_20_times(start_servers: Callable[..., ps.LocalServers], tmp_pat
         finally:
             stop.set()
             killer.join()
-        assert kills == 20
+        assert kills == times
         assert client.resent > 0
         assert torch.equal(client.values(IDS), torch.full((3, SPEC.dim), float(pushed)))
 

@@ -119,7 +119,9 @@ def test_an_exception_leaves_nothing() -> None:
     assert "has left the group" in peer["text"]
 
 
-@pytest.mark.parametrize(("how", "code"), [("return", 0), ("raise", 1)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("return", 0), pytest.param("raise", 1, marks=pytest.mark.slow)]
+)
 def test_a_program_that_ends_without_closing(how: str, code: int) -> None:
     """The interpreter goes while a thread of the core waits: it ends, and as it was told to."""
     script = Path(__file__).with_name("leaves_open.py")

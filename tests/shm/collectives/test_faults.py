@@ -108,7 +108,14 @@ def is_clear(results: list[RankResult]) -> bool:
 class TestKilled:
     """SIGKILL: every other rank raises PeerLostError, long before the deadline."""
 
-    @pytest.mark.parametrize("kinds", [TINY, STAGED, IN_ARENA], ids=["tiny", "staged", "arena"])
+    @pytest.mark.parametrize(
+        "kinds",
+        [
+            pytest.param(TINY, id="tiny"),
+            pytest.param(STAGED, id="staged", marks=pytest.mark.slow),
+            pytest.param(IN_ARENA, id="arena"),
+        ],
+    )
     def test_at_every_point(self, kinds: list[tuple[str, int]]) -> None:
         found = with_workers(play_faults, kinds, list(POINTS), native.FAULT_KILL, 60.0)
         assert len(found) >= 24
@@ -146,12 +153,14 @@ class TestStopped:
     @pytest.mark.parametrize(
         ("kinds", "points"),
         [
-            ([("all_reduce", jobs.TINY)], list(POINTS)),
-            ([("all_reduce", jobs.STAGED)], list(POINTS)),
-            (IN_ARENA[:1], list(POINTS)),
-            (EVERY, ["DATA_PUT"]),
+            pytest.param([("all_reduce", jobs.TINY)], list(POINTS), id="tiny"),
+            pytest.param(
+                [("all_reduce", jobs.STAGED)], list(POINTS), id="staged", marks=pytest.mark.slow
+            ),
+            pytest.param(IN_ARENA[:1], list(POINTS), id="arena", marks=pytest.mark.slow),
+            pytest.param(TINY, ["DATA_PUT"], id="every"),
+            pytest.param([*STAGED, *IN_ARENA], ["DATA_PUT"], id="large", marks=pytest.mark.slow),
         ],
-        ids=["tiny", "staged", "arena", "every"],
     )
     def test_at_every_point(self, kinds: list[tuple[str, int]], points: list[str]) -> None:
         found = with_workers(play_faults, kinds, points, native.FAULT_STOP, 0.3)

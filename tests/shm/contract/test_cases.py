@@ -39,7 +39,14 @@ def run_cases(name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("gloo", 1), ("gloo", 2), ("paceline", 1), ("paceline", 2), ("paceline", 3), ("two hosts", 4)],
+    [
+        pytest.param("gloo", 1, marks=pytest.mark.slow),
+        ("gloo", 2),
+        ("paceline", 1),
+        pytest.param("paceline", 2, marks=pytest.mark.slow),
+        ("paceline", 3),
+        ("two hosts", 4),
+    ],
 )
 def test_contract(name: str, ranks: int) -> None:
     found = run_ranks(ranks, run_cases, name, init=False, timeout_s=250)

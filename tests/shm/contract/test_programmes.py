@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.testing import run_ranks
+from tests.examples import examples
 from tests.shm.contract import reference
 from tests.shm.contract.steps import NOT_COMPLEX, REDUCING, STEPS, TRANSPOSABLE, Call, Step, check
 from tests.shm.contract.subjects import SUBJECTS, make_groups
 
 Programme = list[Step]
-EXAMPLES = 60
+EXAMPLES = examples(60)
 # Around a cache line, what is reduced without slices (16 KiB), and a staging slot (1 MiB).
 EDGES = (0, 1, 2, 3, 7, 15, 16, 17, 63, 65, 1000, 4096, 4097, 16385)
 SIZES = st.one_of(st.sampled_from(EDGES), st.integers(0, 1000), st.integers(0, 200_000))
@@ -122,7 +123,10 @@ def _follow(stage: Stage) -> None:
             continue  # rank 0 has heard of it, and goes on to look for a smaller one
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))]
+)
+@pytest.mark.hypothesis
 def test_programmes_give_what_one_process_computes(ranks: int) -> None:
     names = SUBJECTS if ranks > 2 else SUBJECTS[:2]
     assert min(run_ranks(ranks, drive, names, timeout_s=250)) >= EXAMPLES
