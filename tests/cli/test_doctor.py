@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from paceline import DistributedDataParallel as DDP
 from paceline.cli import main
 from paceline.cli.doctor_env import CHECKS, Finding, Level
-from paceline.errors import ConfigurationError
 from paceline.observe.jobs import listed_job
-from paceline.observe.run_folder import find_run
+from paceline.observe.launched import read_launched
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stall.processes import ProcessState, process_state
 from paceline.testing import run_ranks
+from tests.cli.launched import finish, running, until
 from tests.ddp.compare import batch
 from tests.ddp.models import mlp
 
@@ -66,6 +69,52 @@ def test_a_running_job(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("stall-*")), "nobody asked for a stall report"
 
 
+HANGS = """
+import os, signal, torch.distributed as dist
+open(os.environ["RANK"] + ".pid", "w").write(str(os.getpid()))
+if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGSTOP)
+dist.init_process_group("gloo")
+"""
+
+
+def test_a_job_that_hangs_before_it_records(tmp_path: Path) -> None:
+    """The launcher knows its processes, and /proc what became of them."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    run = tmp_path / "run"
+    with running("-n", "2", "--run-dir", "run", "hangs.py", cwd=tmp_path) as launcher:
+        until(lambda: (run / "host0.pids").exists(), "no start")
+        assert (run / "host0.pids").stat().st_mode & 0o777 == 0o600
+        until(lambda: all(len(doctor_pids(tmp_path, rank)) for rank in "01"), "no pids")
+        stopped, alive = (int(doctor_pids(tmp_path, rank)) for rank in "10")
+        until(lambda: process_state(stopped, 0) is ProcessState.STOPPED, "not stopped")
+        as_text, as_json = doctor(str(run)), doctor(str(run), "--json")
+        os.kill(stopped, signal.SIGKILL)
+        finish(launcher)
+    assert as_text["status"] == as_json["status"] == 1
+    assert "no rank has recorded anything" in as_text["out"]
+    lines = as_text["out"].splitlines()
+    assert lines[-2].endswith("): alive")
+    assert f"rank 0 (pid {alive} on " in lines[-2]
+    assert lines[-1].endswith("): stopped")
+    assert f"rank 1 (pid {stopped} on " in lines[-1]
+    told = json.loads(as_json["out"])["silent"]
+    assert [(each["rank"], each["pid"]) for each in told] == [(0, alive), (1, stopped)]
+    assert [each["process"] for each in told] == ["alive", "stopped"]
+    assert doctor(str(run))["out"].count("): dead") == 2
+
+
+def doctor_pids(folder: Path, rank: str) -> str:
+    """What a rank has written; '' before that."""
+    path = folder / f"{rank}.pid"
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_file_of_processes_that_makes_no_sense(tmp_path: Path) -> None:
+    for number, text in enumerate(("", "[]", "{}", "[1]", '[{"rank": "x"}]', "[", '"x"')):
+        (tmp_path / f"host{number}.pids").write_text(text)
+    assert read_launched(RunFolder(tmp_path)) == []
+
+
 def test_a_job_that_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def on_rank() -> None:
         ddp = DDP(mlp(4))
@@ -81,19 +130,6 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "is no run folder" in capsys.readouterr().err
     assert main(["doctor", str(tmp_path / "nothing")]) == 2
     assert "there is no run folder" in capsys.readouterr().err
-
-
-def test_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="there is no run"):
-        find_run("latest")
-    for name, at in (("a", 100), ("b", 300), ("c", 200)):
-        folder = tmp_path / "paceline-runs" / name
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text("{}")
-        os.utime(folder, (at, at))
-    assert find_run("latest").path.name == "b"
-    assert find_run("a").path == Path("paceline-runs/a")
 
 
 def test_jobs(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.table import Table
 from paceline.cli.bench.harness.options import describe, positive
 from paceline.cli.fork_server import start_fork_server
 from paceline.errors import ConfigurationError
+from paceline.launch.environment import usable_cores
 
 if TYPE_CHECKING:
     from paceline.cli.demo_training import Digits, Note, Outcome
@@ -84,7 +84,7 @@ def _ranks(count: int) -> str:
 
 def _threads(ranks: int) -> int:
     """One wrapper's ranks compute at a time."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, usable_cores() // ranks)
 
 
 def _train(args: argparse.Namespace, console: Console) -> list[Outcome]:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from paceline.errors import ConfigurationError
 from paceline.observe.jobs import running_jobs
-from paceline.observe.run_folder import find_run
+from paceline.observe.launched import LaunchedRank, read_launched
+from paceline.observe.run_folder import RunFolder, find_run
 from paceline.observe.stall.report import describe_run, is_ended, is_stalled, report_json
 from paceline.observe.stall.views import RankView, look_at_ranks, members
+from paceline.printable import printable
 
 FINE, WRONG, USAGE = 0, 1, 2
 _ANSWER_WAIT_S = 2.5
@@ -62,11 +64,32 @@ def _look(name: str, *, as_json: bool) -> int:
     except (ConfigurationError, OSError) as error:
         print(f"paceline doctor: {error}", file=sys.stderr)
         return USAGE
+    silent = _silent(folder, views)
     if as_json:
-        print(json.dumps(report_json(views) | {"run": str(folder.path)}, indent=1))
+        told = report_json(views) | {"run": str(folder.path)}
+        told["silent"] = [vars(each) | {"process": each.state.value} for each in silent]
+        print(json.dumps(told, indent=1))
     else:
-        print(describe_run(folder, views))
+        print("\n".join([describe_run(folder, views), *_describe_silent(silent)]))
     return _status(views)
+
+
+def _silent(folder: RunFolder, views: list[RankView]) -> list[LaunchedRank]:
+    """Ranks that were started and have recorded nothing: they may hang before the first wrapper."""
+    if is_ended(views):
+        return []
+    recorded = {view.rank for view in views}
+    return [each for each in read_launched(folder) if each.rank not in recorded]
+
+
+def _describe_silent(silent: list[LaunchedRank]) -> list[str]:
+    if not silent:
+        return []
+    lines = [
+        f"  rank {each.rank} (pid {each.pid} on {each.host}): {each.state.value}" for each in silent
+    ]
+    text = "Recording begins with the first wrapper. Ranks that paceline run has started before it:"
+    return ["", printable(text, 200), *(printable(line, 200) for line in lines)]
 
 
 def _status(views: list[RankView]) -> int:

@@ -18,13 +18,15 @@ from paceline.config import TRANSPORT_VARIABLE
 from paceline.elastic.job import ElasticJob
 from paceline.errors import ConfigurationError
 from paceline.launch.child import ForkServerError
-from paceline.launch.environment import PATCH, STALL_AFTER
+from paceline.launch.environment import PATCH, STALL_AFTER, usable_cores
 from paceline.launch.job import Job, JobPlan
 from paceline.launch.rendezvous import Endpoint, Hosts
 from paceline.launch.screen import Screen, make_table
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.jobs import listed_job
+from paceline.observe.masked import masked
 from paceline.observe.run_folder import RunFolder, RunInfo
+from paceline.observe.stall.start import MIN_STALL_S
 
 DESCRIPTION = """\
 Run a training script on several ranks of this host, or of several hosts.
@@ -54,6 +56,7 @@ output:
 
 _MAX_RANKS = 4096
 _DEFAULT_PORT = 29400  # torchrun's
+_MAX_PORT = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.allow_abbrev = False
     add = parser.add_argument
     add("-n", "--nproc-per-node", "--nproc_per_node", metavar="N", default="1",
-        help="ranks on this host; auto is one for each core (default: 1)")  # fmt: skip
+        help="ranks on this host; auto is one for each core it may use (default: 1)")  # fmt: skip
     add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("--no-python", "--no_python", action="store_true", help="the script is any program")
     add("--transport", choices=["auto", "shm", "c10d"],
@@ -74,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the run folder: new or empty (default: a new one in paceline-runs/)")  # fmt: skip
     add("--tee", metavar="RANKS", default="all",
         help="whose output is shown: all, none, or numbers on this host such as 0,2")  # fmt: skip
-    add("--stall-after", metavar="S", type=_seconds,
+    add("--stall-after", metavar="S", type=_stall_seconds,
         help="report a step or collective that takes longer (default: learned)")  # fmt: skip
     add("--shutdown-timeout", "--shutdown_timeout", metavar="S", type=_seconds, default=3.0,
         help="from Ctrl-C or SIGTERM to SIGKILL (default: 3)")  # fmt: skip
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         plan.target.check()
         folder = _make_folder(args, plan)
         table = make_table(folder, plan.hosts.local_world * plan.hosts.count)
-        with listed_job(folder.path, plan.target.words), Screen(table) as screen:
+        with listed_job(folder.path, masked(plan.target.words)), Screen(table) as screen:
             job = (
                 ElasticJob(plan, folder, screen, elastic) if elastic else Job(plan, folder, screen)
             )
@@ -153,7 +156,7 @@ def _target(args: argparse.Namespace) -> Target:
 
 def _ranks(text: str) -> int:
     if text in ("auto", "cpu"):
-        return os.cpu_count() or 1
+        return usable_cores()
     if not re.fullmatch(r"\d+", text) or not 1 <= int(text) <= _MAX_RANKS:
         raise ConfigurationError(f"-n is a number from 1 to {_MAX_RANKS}, or auto; not {text}")
     return int(text)
@@ -180,18 +183,33 @@ def _hosts(args: argparse.Namespace, ranks: int) -> Hosts:
 
 
 def _endpoint(args: argparse.Namespace, count: int) -> Endpoint:
+    if args.rdzv_endpoint and (args.master_addr or args.master_port is not None):
+        raise ConfigurationError(
+            "--rdzv-endpoint HOST:PORT and --master-addr, --master-port say the same: give one"
+        )
+    if args.master_port is not None and not int(count > 1) <= args.master_port <= _MAX_PORT:
+        raise ConfigurationError(
+            f"--master-port is a number from 1 to {_MAX_PORT}; not {args.master_port}"
+        )
     text = args.rdzv_endpoint or args.master_addr or ""
     if count > 1 and not text:
         raise ConfigurationError("--nnodes needs --rdzv-endpoint HOST:PORT, the same on all hosts")
     host, colon, port = text.rpartition(":")
     if not colon:
         host, port = text, ""
-    if port and (not port.isdigit() or int(port) > 65535):
+    if port and args.master_port is not None:
+        raise ConfigurationError(f"--master-addr {text} has a port, and there is --master-port")
+    low = int(count > 1)  # 0 is any free one, which other hosts would not know
+    if colon and not (port.isdigit() and low <= int(port) <= _MAX_PORT):
+        name = "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr"
         raise ConfigurationError(
-            f"--rdzv-endpoint is HOST:PORT, for example node0:29400; not {text}"
+            f"{name} is HOST:PORT, for example node0:29400, with a port from 1 to {_MAX_PORT}; not "
+            f"{text}"
         )
     default = _DEFAULT_PORT if count > 1 else 0
-    return Endpoint(host or "localhost", int(port or args.master_port or default))
+    if args.master_port is not None:
+        default = args.master_port
+    return Endpoint(host or "localhost", int(port or default))
 
 
 def _shown(text: str, ranks: int) -> frozenset[int] | None:
@@ -217,6 +235,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _stall_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value < MIN_STALL_S:
+        raise argparse.ArgumentTypeError(
+            f"a number of seconds, {MIN_STALL_S:g} and more; leave it out to have it learned; not "
+            f"{text}"
+        )
+    return value
+
+
 def _make_folder(args: argparse.Namespace, plan: JobPlan) -> RunFolder:
     """The run folder; if it has no name, any place is better than no training."""
     hosts, words = plan.hosts, plan.target.words
@@ -229,7 +257,11 @@ def _make_folder(args: argparse.Namespace, plan: JobPlan) -> RunFolder:
         if args.run_dir is not None:
             raise _as_configuration_error(error, args.run_dir) from error
         folder = _temporary_folder(error)
-        folder.write_info(_info(folder, hosts, words))
+        try:
+            folder.write_info(_info(folder, hosts, words))
+        except OSError as second:
+            text = f"run.json cannot be written there: {second.strerror}. Training goes on"
+            print(f"paceline run: {text}", file=sys.stderr)
     return folder
 
 
@@ -255,7 +287,7 @@ def _temporary_folder(error: Exception) -> RunFolder:
 def _info(folder: RunFolder, hosts: Hosts, words: Sequence[str]) -> RunInfo:
     return RunInfo(
         name=folder.path.name,
-        command=tuple(words),
+        command=masked(words),
         world=hosts.local_world * hosts.count,
         hosts=hosts.count,
         launcher_pid=os.getpid(),

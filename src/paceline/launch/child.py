@@ -7,6 +7,7 @@ one: that is a spare, at the cost of a fork. Must not know what children do.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import select
 import signal
@@ -22,7 +23,7 @@ from paceline.launch.wire import CHILD_ENDED, CHILD_STARTED, GROUP
 
 
 class ForkServerError(PacelineError, RuntimeError):
-    """The process that children are forked from ended before it could start one."""
+    """The process that children are forked from ended before it could start one, or could not."""
 
 
 class Child:
@@ -59,6 +60,11 @@ class Child:
                     "stderr says why"
                 )
             (self._pid,) = CHILD_STARTED.unpack(data)
+        if self._pid < 0:
+            raise ForkServerError(
+                f"the system refuses another process: {os.strerror(-self._pid)}; look at `ulimit "
+                "-u`, the cgroup's pids.max and the memory that is left, or start fewer ranks"
+            )
         return self._pid
 
     def run(self, function: Callable[..., Any], *args: Any) -> None:

@@ -14,17 +14,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.forks import Owner, finalize_here, tell_children
 from paceline.launch.child import Child, ForkServerError
-from paceline.launch.wire import EndPolicy, Request
+from paceline.launch.wire import READY, EndPolicy, Request
 
 TORCH = ("torch", "torch.distributed", "torch._dynamo")
 """What children need. torch._dynamo: every first optimizer step imports it, 1 s."""
 _END_S = 20.0
+_ASK_S = 0.02
 # Without the working directory, which -c adds. Found where we were found, installed or not.
 _START = (
     "import json, sys; from importlib.util import find_spec; setup = json.loads(sys.argv[1]); "
@@ -68,7 +71,8 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for the owner
             )
         self._take(process.pid)
-        self._finalizer = finalize_here(self, _end, self._connection, process)
+        self._known = _Known()
+        self._finalizer = finalize_here(self, _end, self._connection, process, self._known)
 
     def _take(self, pid: int) -> None:
         self.pid = pid
@@ -80,6 +84,7 @@ class ForkServer:
         """The server that has forked this process, over a connection of its own."""
         server = cls.__new__(cls)
         server._connection = connection
+        server._known = _Known()
         server._take(os.getppid())
         server._finalizer = finalize_here(server, connection.close)
         return server
@@ -120,20 +125,21 @@ class ForkServer:
         return Child(control, pipe)
 
     def fileno(self) -> int:
-        """Readable once the server has ended."""
+        """Of the connection; readable once, when everything is imported, and when it has ended."""
         return self._connection.fileno()
 
     def is_alive(self) -> bool:
         """Say whether it still listens."""
-        try:
-            return bool(self._connection.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        return not self._known.learn(self._connection).has_ended
 
-    def close(self) -> None:
-        """End it, and with it all children; waits until they are gone. Idempotent."""
+    def close(self, hurry: Callable[[], bool] | None = None) -> None:
+        """End it, and with it all children; waits until they are gone. Idempotent.
+
+        Args:
+            hurry: Asked meanwhile, again and again: whether to kill it, and its children with it.
+                What these have started then becomes a child of who adopts orphans.
+        """
+        self._known.hurry = hurry
         self._finalizer()
 
     def let_go(self) -> None:
@@ -141,13 +147,44 @@ class ForkServer:
         self._connection.close()
 
 
-def _end(connection: socket.socket, process: subprocess.Popen[Any]) -> None:
+@dataclass
+class _Known:
+    """What the owner knows of the server, and of its own end.
+
+    Attributes:
+        is_ready: It has imported everything; before that it has forked nothing.
+        has_ended: Nobody is at the other end.
+        hurry: See :meth:`ForkServer.close`.
+    """
+
+    is_ready: bool = False
+    has_ended: bool = False
+    hurry: Callable[[], bool] | None = None
+
+    def learn(self, connection: socket.socket) -> _Known:
+        """Take what it has said."""
+        try:
+            while data := connection.recv(1, socket.MSG_DONTWAIT):
+                self.is_ready |= data == READY
+            self.has_ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.has_ended = True
+        return self
+
+
+def _end(connection: socket.socket, process: subprocess.Popen[Any], known: _Known) -> None:
+    is_ready = known.learn(connection).is_ready
     connection.close()  # the server reads its end, ends its children, and then itself
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    if not is_ready:
+        process.kill()  # it imports, may do so for long, and has forked nothing
+    until_s = time.monotonic() + _END_S
+    while process.poll() is None:
+        if time.monotonic() > until_s or (known.hurry is not None and known.hurry()):
+            process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S if known.hurry is None else _ASK_S)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
 import signal
 import socket
@@ -31,15 +30,17 @@ from paceline.launch.memory_events import oom_kills
 from paceline.launch.output import LogFile, RankStream
 from paceline.launch.rendezvous import Endpoint, HostEnded, Hosts, keep_store
 from paceline.launch.screen import Screen
+from paceline.launch.signals import HANDLED, signals_heard
 from paceline.launch.target import Target
-from paceline.observe.run_folder import RunFolder
+from paceline.observe.launched import LaunchedFile
+from paceline.observe.run_folder import RunFolder, write_private
 
 AFTER_FAILURE_S = 3.0
 """How long the other ranks may go on after one has failed."""
 _EXIT_BARRIER_S = 300.0  # host 0 has the store: it waits for the others, as torchrun does
 _TOLD_S = 10.0  # for the store to have what this host says at its end
 _OTHER_HOSTS_S = 5.0  # to hear from the host that failed first
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LEFT_S = 0.5  # for what ranks have left behind, when the ranks have used up their time
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Job:
         self._screen = screen
         self._selector = selectors.DefaultSelector()
         self._ranks: list[LocalRank] = []
+        self._launched = LaunchedFile(folder, plan.hosts.number)
         self._store: Child | None = None
         self._shutdown = shutdown.Shutdown()
         self._signals: list[int] = []  # that the launcher has got
@@ -91,24 +93,41 @@ class Job:
 
         Raises:
             ConfigurationError: It cannot be started, for a reason that the user can change.
-            ForkServerError: An import in the fork server failed.
+            ForkServerError: An import in the fork server failed, or it got no process.
         """
         ranks, run_dir = self._plan.hosts.local_world, str(self._folder.path.absolute())
         self._environ = job_environ(ranks, run_dir, self._plan.options)
         with (
-            self._signals_heard(),
+            contextlib.closing(self._selector),
+            signals_heard() as self._signal_end,
             orphans_ended(),  # if the fork server is killed: it does that else
-            self._fork_server() as self._server,
+            self._served() as self._server,
             contextlib.ExitStack() as stack,
         ):
             stack.callback(self._close)
+            reader = self._signal_end
+            self._selector.register(reader, selectors.EVENT_READ, lambda: self._on_signals(reader))
             self._start_store()
             while not self._is_over():
                 self._wait_once()
             return self._conclude()
 
-    def _fork_server(self) -> contextlib.AbstractContextManager[ForkServer]:
-        return ForkServer(self.preload, environ=self._environ, flags=["-u"])
+    @contextlib.contextmanager
+    def _served(self) -> Iterator[ForkServer]:
+        server = ForkServer(self.preload, environ=self._environ, flags=["-u"])
+        try:
+            yield server
+        finally:
+            server.close(self._is_in_a_hurry)
+
+    def _is_in_a_hurry(self) -> bool:
+        """Asked while the fork server ends what ranks have left behind: whether to kill it now."""
+        with contextlib.suppress(BlockingIOError):
+            self._on_signals(self._signal_end)
+        if not self._signals:
+            return False
+        since_s = (time.monotonic_ns() - self._signalled_ns) / 1e9
+        return len(self._signals) > 1 or since_s > self._plan.shutdown_s + _LEFT_S
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -132,29 +151,9 @@ class Job:
             return all(rank.child.exit_code is not None for rank in self._ranks)
         return bool(self._signals)  # nothing has been started yet
 
-    @contextlib.contextmanager
-    def _signals_heard(self) -> Iterator[None]:
-        reader, writer = socket.socketpair()
-        before = {number: signal.getsignal(number) for number in _HANDLED}
-        with reader, writer:
-            reader.setblocking(False)
-            writer.setblocking(False)
-            for number in _HANDLED:
-                if before[number] is not signal.SIG_IGN:  # nohup
-                    signal.signal(number, lambda *_: None)
-            old = signal.set_wakeup_fd(writer.fileno())
-            self._selector.register(reader, selectors.EVENT_READ, lambda: self._on_signals(reader))
-            try:
-                yield
-            finally:
-                signal.set_wakeup_fd(old)
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-                self._selector.close()
-
     def _on_signals(self, reader: socket.socket) -> None:
         for number in reader.recv(64):
-            if number not in _HANDLED:
+            if number not in HANDLED:
                 continue
             self._signals.append(number)
             self._signalled_ns = self._signalled_ns or time.monotonic_ns()
@@ -187,6 +186,7 @@ class Job:
             words = json.loads(child.pipe.recv_bytes())
         except (EOFError, OSError):
             self._selector.unregister(child.pipe)
+            assert child.pid  # raises if there could be no process
             code = child.wait()
             if not self._ranks:
                 raise ConfigurationError(f"the store has {exit_summary(code or 0)}") from None
@@ -194,6 +194,9 @@ class Job:
             return
         if "error" in words:
             raise ConfigurationError(words["error"])
+        if "waiting" in words:
+            self._warn(words["waiting"])
+            return
         if "worlds" in words:
             self._start_ranks(words["worlds"], words["port"])
         else:
@@ -248,6 +251,7 @@ class Job:
 
     def _on_rank(self, rank: LocalRank) -> None:
         if not rank.hear():
+            self._launched.note(rank.place.rank, rank.child.pid, len(self._ranks))
             return
         self._selector.unregister(rank.child.sentinel)
         for descriptor in (*(stream.fileno() for stream in rank.streams), rank.child.pipe.fileno()):
@@ -317,8 +321,7 @@ class Job:
     def _write_failure(self, text: str) -> None:
         self._screen.say("\n" + text)
         try:
-            self._folder.failure.write_text(text)
-            os.chmod(self._folder.failure, 0o600)
+            write_private(self._folder.failure, text)
         except OSError as error:
             self._warn(f"{self._folder.failure} cannot be written: {error.strerror}")
 

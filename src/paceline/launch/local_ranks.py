@@ -23,7 +23,7 @@ from paceline.launch.wire import EndPolicy
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.last_seen import last_activity
 
-# If the launcher is killed. Also what becomes of processes that a rank has left behind.
+# If the launcher is killed; and what becomes of processes that a rank has left in its session.
 _ORPHANED = EndPolicy(first=signal.SIGTERM, grace_s=3.0)
 _LINGER_S = 10.0
 
@@ -65,7 +65,12 @@ class LocalRank:
             self.raised = read_raised(self.child.pipe)
 
     def hear(self) -> bool:
-        """Read what its pipe has. Say whether it has ended."""
+        """Read what its pipe has. Say whether it has ended.
+
+        Raises:
+            ForkServerError: There could be no process for it.
+        """
+        assert self.child.pid
         self.hear_words()
         return self.child.wait(0.0) is not None
 

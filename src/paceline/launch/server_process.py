@@ -16,6 +16,7 @@ child of the server: so the server can end all that came from it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import os
@@ -42,6 +43,7 @@ from paceline.launch.wire import (
     CHILD_STARTED,
     DESCRIPTORS,
     GROUP,
+    READY,
     REQUEST_BYTES,
     Request,
 )
@@ -169,7 +171,10 @@ class ForkLoop:
         server = os.getpid()
         # A signal that comes before the child takes signals as others do must wait, not be ignored.
         signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or errno.EAGAIN)
         if pid == 0:
             self._let_go()
             os.close(control)
@@ -180,6 +185,13 @@ class ForkLoop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         for descriptor in (pipe, *streams):
             os.close(descriptor)
+        if pid < 0:
+            with socket.socket(fileno=control) as refused:
+                _send(refused, CHILD_STARTED.pack(pid))
+            for end in (near, far):
+                if end is not None:
+                    end.close()
+            return None
         if near is not None and far is not None:
             far.close()
             self._connections.add(near)
@@ -211,10 +223,12 @@ class ForkLoop:
             self._selector.unregister(child.control)
             child.control.close()
             child.control = None
-            child.left()  # before they lose their parent
+            left = child.left()  # before they lose their parent
             policy = child.request.end
-            if policy.first is not None:
+            if policy.first is not None and child.is_alive:
                 child.signal(policy.first, group=True)
+            elif policy.first is not None:
+                _signal(left, policy.first)
             child.kill_at_s = time.monotonic() + policy.grace_s
 
     def _reap(self, wakeup: socket.socket) -> None:
@@ -288,9 +302,13 @@ def _send(control: socket.socket, data: bytes) -> None:
 
 
 def _kill(pids: set[int]) -> None:
+    _signal(pids, signal.SIGKILL)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def main(setup: dict[str, Any]) -> NoReturn:
@@ -304,7 +322,9 @@ def main(setup: dict[str, Any]) -> NoReturn:
     # so copy, every object of torch: 0.1 s and more in each rank.
     gc.collect()
     gc.freeze()
-    child = ForkLoop(socket.socket(fileno=setup["fd"])).run()
+    root = socket.socket(fileno=setup["fd"])
+    _send(root, READY)  # from now on it may have children, and is not just killed
+    child = ForkLoop(root).run()
     if child is None:
         os._exit(0)  # to take torch down takes half a second
     pipe, connection = child

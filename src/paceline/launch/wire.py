@@ -5,9 +5,13 @@ Shared by ``fork_server.py`` and ``child.py`` (an owner's side) and ``server_pro
 An owner has one *connection* to the server. With each REQUEST on it come five descriptors: the
 child's control socket, its pipe, and its stdin, stdout and stderr. From then on
 
-    control   server to owner   CHILD_STARTED once, then CHILD_ENDED once
+    control   server to owner   CHILD_STARTED once, then CHILD_ENDED once; if there can be no
+                                child, CHILD_STARTED with -errno, and that is all
               owner to server   one byte for each signal: its number, plus GROUP for the group
     pipe      owner to child    the order: what to run; then whatever the two agree on
+
+On the first connection the server says READY, once, when it has imported everything: before that
+it has no child.
 
 Who holds the owner's end of the control socket owns the child. When it closes, in whatever way,
 the server ends the child: see :class:`EndPolicy`.
@@ -22,7 +26,8 @@ from dataclasses import dataclass
 GROUP = 0x80
 """Added to the number of a signal that is for the child's whole process group."""
 DESCRIPTORS = 5
-CHILD_STARTED = struct.Struct("<q")  # pid
+READY = b"r"
+CHILD_STARTED = struct.Struct("<q")  # pid, or -errno
 CHILD_ENDED = struct.Struct("<qq")  # exit code as in subprocess, CLOCK_MONOTONIC in ns
 _REQUEST = struct.Struct("<BBd")
 REQUEST_BYTES = _REQUEST.size

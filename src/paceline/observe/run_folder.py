@@ -5,6 +5,7 @@ Made by ``paceline run`` (or by whoever sets PACELINE_RUN_DIR), read by ``paceli
 
     RUN/                    mode 0700, whatever the umask
       run.json              RunInfo, written once by the launcher
+      host0.pids            which processes are the ranks of host 0 (launched.py)
       rank0.log             what rank 0 wrote to stdout and stderr
       rank0.events          its records (ring.py)
       rank0.checksums       of a training over shards (checksum_file.py)
@@ -16,6 +17,7 @@ Made by ``paceline run`` (or by whoever sets PACELINE_RUN_DIR), read by ``paceli
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -42,7 +44,8 @@ class RunInfo:
 
     Attributes:
         name: The folder's name.
-        command: The script (or module) and its arguments; no environment, which may hold secrets.
+        command: The script (or module) and its arguments, without secrets (``masked.py``); no
+            environment, which may hold some.
         world: Ranks in all.
         hosts: How many hosts.
         launcher_pid: The process that started the ranks of this host.
@@ -77,17 +80,15 @@ class RunFolder:
             join: Another host of the same run may have made it, on a file system that they share.
 
         Raises:
-            ConfigurationError: It cannot be made, or is not empty.
+            ConfigurationError: It cannot be made, is not empty, or belongs to another user.
         """
         where = Path(path) if path is not None else RUNS / _new_name(script)
         try:
             where.parent.mkdir(parents=True, exist_ok=True)
-            where.mkdir(mode=0o700, exist_ok=path is not None)
-            os.chmod(where, 0o700)
-            if not join and any(where.iterdir()):
-                raise ConfigurationError(
-                    f"the run folder {where} is not empty: name another, or remove it"
-                )
+            if _is_new(where) or _is_free(where, join=join):
+                os.chmod(where, 0o700)
+            if not join:
+                _claim(where)
         except OSError as error:
             raise ConfigurationError(
                 f"the run folder {where} cannot be made: {error.strerror}; choose another place "
@@ -106,6 +107,10 @@ class RunFolder:
     def former_events(self, rank: int) -> Path:
         """Records of the process that had this place before."""
         return self.path / f"rank{rank}.events.old"
+
+    def launched(self, host: int) -> Path:
+        """Which processes are the ranks of a host."""
+        return self.path / f"host{host}.pids"
 
     @property
     def failure(self) -> Path:
@@ -150,12 +155,15 @@ class RunFolder:
 
     def write_info(self, info: RunInfo) -> None:
         """Write run.json, whole or not at all."""
-        draft = self.path / "run.json.new"
+        draft, final = self.path / "run.json.new", self.path / "run.json"
         try:
-            draft.write_text(json.dumps(asdict(info), indent=1))
-            draft.replace(self.path / "run.json")
+            write_private(draft, json.dumps(asdict(info), indent=1))
+            draft.replace(final)
         except OSError:
             draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if not final.stat().st_size:  # the claim of the folder
+                    final.unlink()
             raise
 
     def read_info(self) -> RunInfo | None:
@@ -166,6 +174,59 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return RunInfo(**(found | {"command": tuple(found["command"])}))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that nobody else can read at any moment, whatever the umask.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+        os.fchmod(descriptor, 0o600)  # it was there, or the umask takes the owner's rights
+        file.write(text)
+
+
+def _is_new(where: Path) -> bool:
+    """Make the folder; say whether it was not there."""
+    try:
+        where.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _is_free(where: Path, *, join: bool) -> bool:
+    """Check a folder that was there, and change nothing; say whether it is empty and this user's.
+
+    One that other hosts have begun to fill is joined as it is.
+    """
+    names = [path.name for path in where.iterdir()]
+    if names and not join:
+        what = "belongs to another run: name another" if "run.json" in names else _NOT_EMPTY
+        raise ConfigurationError(f"the run folder {where} {what}")
+    owner = where.stat().st_uid
+    if owner != os.geteuid() and not join:
+        raise ConfigurationError(
+            f"the run folder {where} belongs to another user (uid {owner}), who could change what "
+            "is recorded: name another"
+        )
+    return not names and owner == os.geteuid()
+
+
+_NOT_EMPTY = "is not empty: name another, or remove it"
+
+
+def _claim(where: Path) -> None:
+    """Be the first to put a run.json there: two runs may have found it empty at the same time."""
+    try:
+        os.close(os.open(where / "run.json", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError as error:
+        raise ConfigurationError(
+            f"the run folder {where} belongs to another run, which has begun at the same moment: "
+            "name another"
+        ) from error
 
 
 def recorded_rank(rank: int) -> int:
@@ -179,22 +240,22 @@ def _new_name(script: str) -> str:
 
 
 def find_run(name: str) -> RunFolder:
-    """Return a run folder by path, by name in ``paceline-runs``, or the newest.
+    """Return a run folder by path, by name in ``paceline-runs``, or the one that began last.
 
     Raises:
         ConfigurationError: There is none.
     """
     if name == "latest":
-        found = sorted(RUNS.glob("*/"), key=lambda path: path.stat().st_mtime)
+        found = [folder for folder in map(RunFolder, RUNS.glob("*/")) if _is_run(folder)]
         if not found:
             raise ConfigurationError(
                 f"there is no run in {RUNS}: name a folder, or start one with `paceline run`"
             )
-        return RunFolder(found[-1])
+        return max(found, key=_began_s)
     for path in (Path(name), RUNS / name):
         if path.is_dir():
             folder = RunFolder(path)
-            if folder.ranks() or (path / "run.json").exists():
+            if _is_run(folder):
                 return folder
             raise ConfigurationError(
                 f"{path} is no run folder: it has neither run.json nor a rank's records. Name what "
@@ -203,3 +264,22 @@ def find_run(name: str) -> RunFolder:
     raise ConfigurationError(
         f"there is no run folder {name}, nor {RUNS / name}. `paceline doctor` lists running jobs"
     )
+
+
+def _is_run(folder: RunFolder) -> bool:
+    return (folder.path / "run.json").exists() or bool(folder.ranks())
+
+
+def _began_s(folder: RunFolder) -> float:
+    """When a run began; one that has no run.json, when the oldest of its files was last written.
+
+    Not the time of the folder: a report that is written into it later changes that.
+    """
+    info = folder.read_info()
+    if info is not None and isinstance(info.began_s, (int, float)):
+        return info.began_s
+    times = []
+    for path in folder.path.iterdir():
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return min(times, default=0.0)

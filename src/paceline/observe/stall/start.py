@@ -18,6 +18,8 @@ logger = logging.getLogger("paceline")
 STALL_AFTER = "PACELINE_STALL_AFTER"
 """Seconds after which a wait is a stall, instead of what the watchdog has learned."""
 
+MIN_STALL_S = 0.1
+
 _watchdog: Watchdog | None = None
 _is_registered = False
 
@@ -59,12 +61,13 @@ def read_stall_after(text: str) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not 0.1 <= seconds <= 1e6:
+    if not MIN_STALL_S <= seconds <= 1e6:
         logger.warning(
-            "%s=%s is no number of seconds (0.1 and more); it is ignored, and the time that a wait "
+            "%s=%s is no number of seconds (%g and more); it is ignored, and the time that a wait "
             "may take is learned",
             STALL_AFTER,
             text,
+            MIN_STALL_S,
         )
         return None
     return seconds
