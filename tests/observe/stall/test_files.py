@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -126,15 +127,17 @@ def test_two_threads_that_wait_for_each_other() -> None:
     for thread in threads:
         thread.start()
     names = {thread.ident: thread.name for thread in threads}
-    told = ""
-    while "thread two waits for the lock first" not in told:  # it may still be on its way there
+    told, until_s = "", time.monotonic() + 60
+    while told.count("waits for the lock") < 2 and time.monotonic() < until_s:
+        time.sleep(0.01)  # they may still be on their way there
         frames = sys._current_frames()
         told = describe_lock_waits({i: frames[i] for i in names if i in frames}, names)  # type: ignore[misc]
-    assert told.startswith("a deadlock, it seems")
-    assert "thread one waits for the lock second, held by thread two" in told
     is_done.set()
     for thread in threads:
         thread.join()
+    assert told.startswith("a deadlock, it seems")
+    assert "thread two waits for the lock first" in told
+    assert "thread one waits for the lock second, held by thread two" in told
 
 
 def test_frames_of_torch_are_folded() -> None:
