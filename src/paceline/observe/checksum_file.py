@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import RecordsError
+from paceline.observe.untrusted import MAKES_NO_SENSE, read_bounded
 
 MAX_BYTES = 32 << 20
 _NAME = re.compile(r"rank(\d+)\.checksums")
@@ -102,14 +103,18 @@ def read_file(path: Path) -> dict[int, RoundChecksums]:
         RecordsError: It is no such file.
     """
     found: dict[int, RoundChecksums] = {}
-    lines = path.read_text().split("\n")
+    try:
+        lines = read_bounded(path, 2 * MAX_BYTES).split(b"\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RecordsError(f"the checksums in {path} cannot be read: {reason}") from error
     for number, line in enumerate(lines[:-1]):
         try:
             data = json.loads(line)
             shards = {int(k): (str(a), str(b)) for k, (a, b) in data["shards"].items()}
             tensors = {str(k): str(v) for k, v in data["tensors"].items()}
             each = RoundChecksums(int(data["round"]), tensors, shards)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (*MAKES_NO_SENSE, AttributeError) as error:
             raise RecordsError(f"{path}, line {number + 1} is no record of checksums") from error
         found[each.round] = each
     return found

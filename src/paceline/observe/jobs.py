@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
+from paceline.observe.untrusted import MAKES_NO_SENSE, read_fields
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,6 @@ def process_start_time(pid: int) -> int:
 def _read(path: Path) -> Job | None:
     """None for what is none: half written, or of another version."""
     try:
-        found = json.loads(path.read_text())
-        return Job(
-            int(found["pid"]),
-            int(found["start_time"]),
-            str(found["folder"]),
-            tuple(map(str, found["command"])),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_fields(path, Job)
+    except MAKES_NO_SENSE:
         return None

@@ -112,14 +112,18 @@ def _parse(line: bytes) -> MembershipChange | None:
             epoch=int(_number(found["epoch"])),
             world=int(_number(found["world"])),
             step=int(_number(found["step"])),
-            why=str(found.get("why", ""))[:_MAX_WORDS],
-            host=str(found.get("host", ""))[:_MAX_WORDS],
+            why=_text(found.get("why", "")),
+            host=_text(found.get("host", "")),
             pids=None if pids is None else {int(k): int(pid) for k, pid in pids.items()},
             phases_s=tuple(_number(found.get(f"{name}_s", 0.0)) for name in PHASES),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return change
+
+
+def _text(value: Any) -> str:
+    return str(value)[:_MAX_WORDS].encode("utf-8", "replace").decode()  # no half characters
 
 
 def _number(value: Any) -> float:

@@ -22,10 +22,11 @@ import json
 import os
 import re
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
+from paceline.observe.untrusted import MAKES_NO_SENSE, read_fields
 
 RUN_DIR = "PACELINE_RUN_DIR"
 """The environment variable that tells ranks where to record."""
@@ -169,11 +170,9 @@ class RunFolder:
     def read_info(self) -> RunInfo | None:
         """Return what run.json says; None if there is none, or nothing that makes sense."""
         try:
-            found = json.loads((self.path / "run.json").read_text())
-            found = {field.name: found[field.name] for field in fields(RunInfo)}
-        except (OSError, ValueError, KeyError, TypeError):
+            return read_fields(self.path / "run.json", RunInfo)
+        except MAKES_NO_SENSE:
             return None
-        return RunInfo(**(found | {"command": tuple(found["command"])}))
 
 
 def write_private(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
@@ -18,11 +19,13 @@ from paceline.observe.membership import MembershipChange, read_membership
 from paceline.observe.records import Activity, RankHistory
 from paceline.observe.ring import read_history
 from paceline.observe.run_folder import RunFolder, RunInfo
+from paceline.observe.untrusted import MAX_PID
 from paceline.report.elastic import current_members, join_former, lost_records
 
 # A rank of another host that has not written for so long is no longer there.
 SILENT_S = 60.0
 MAX_FAILURE_CHARACTERS = 20_000
+MAX_NAMED = 50
 
 
 class RunState(enum.Enum):
@@ -133,7 +136,8 @@ def _reason(error: Exception) -> str:
 
 def _failure(folder: RunFolder) -> str:
     try:
-        text = folder.failure.read_text(errors="replace")
+        with folder.failure.open("rb") as file:
+            text = file.read(4 * MAX_FAILURE_CHARACTERS).decode(errors="replace")
     except OSError:
         return ""
     return text[:MAX_FAILURE_CHARACTERS].strip()
@@ -141,10 +145,12 @@ def _failure(folder: RunFolder) -> str:
 
 def _missing(histories: list[RankHistory], info: RunInfo | None) -> list[str]:
     world = info.world if info else max(history.info.world for history in histories)
-    missing = sorted(set(range(world)) - {history.info.rank for history in histories})
+    known = {history.info.rank for history in histories}
+    # Not a list of all: files may say any number.
+    missing = list(islice((rank for rank in range(world) if rank not in known), MAX_NAMED + 1))
     if not missing:
         return []
-    names = ", ".join(map(str, missing))
+    names = ", ".join(map(str, missing[:MAX_NAMED])) + (" …" if len(missing) > MAX_NAMED else "")
     lost = "what others lost by them is not known"
     return [f"Of {world} ranks, {names} left no readable records: {lost}."]
 
@@ -166,10 +172,12 @@ def _is_alive(history: RankHistory) -> bool:
     if history.info.host != socket.gethostname():
         beat_s = (history.status.beat_ns + history.info.wall_minus_monotonic_ns) / 1e9
         return time.time() - beat_s < SILENT_S
+    if not 0 < history.info.pid <= MAX_PID:
+        return False  # no process: to signal it would ask all of a group
     try:
         os.kill(history.info.pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
         return True
-    return history.info.pid > 0
+    return True

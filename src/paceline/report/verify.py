@@ -74,7 +74,7 @@ def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | Non
     if names:
         # What a round begins with is what the one before has made.
         before = f"step {number - 1}, or its update," if number else "the start"
-        text = f"{_listed(names)} differ at the beginning of step {number}: {before} made them so"
+        text = f"{_listed(names)} differ at the start of step {number}: {before} made them so"
         return Verdict(False, text, number, None, names)
     for shard in sorted(set(left.shards) & set(right.shards)):
         mine, theirs = left.shards[shard], right.shards[shard]

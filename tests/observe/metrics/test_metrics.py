@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import struct
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -210,6 +213,71 @@ def test_a_client_that_says_nothing_holds_nobody_up_for_ever(
     with OpenMetrics() as metrics, socket.create_connection(("127.0.0.1", metrics.port)) as silent:
         assert "# EOF" in get(metrics.port)  # after the time-out of the silent one
         silent.close()
+
+
+def trickle(metrics: OpenMetrics, stop: threading.Event, began: threading.Event) -> None:
+    """Send a request for ever, a byte at a time."""
+    with (
+        socket.create_connection(("127.0.0.1", metrics.port)) as client,
+        contextlib.suppress(OSError),
+    ):
+        client.sendall(b"GET /metrics HTTP/1.0\r\nX: ")
+        began.set()
+        while not stop.wait(0.02):
+            client.sendall(b"x")
+
+
+@contextlib.contextmanager
+def trickling(metrics: OpenMetrics) -> Iterator[None]:
+    stop, began = threading.Event(), threading.Event()
+    thread = threading.Thread(target=trickle, args=(metrics, stop, began))
+    thread.start()
+    try:
+        assert began.wait(60)
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_client_that_trickles_holds_nobody_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_metrics, "_REQUEST_TIMEOUT_S", 0.2)
+    with OpenMetrics() as metrics, trickling(metrics):
+        assert "# EOF" in get(metrics.port)
+
+
+def test_close_hangs_up_on_a_client_that_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_metrics, "_REQUEST_TIMEOUT_S", 1e6)
+    monkeypatch.setattr(open_metrics, "_CLOSE_S", 60.0)
+    metrics = OpenMetrics()
+    server = metrics._server
+    assert server is not None
+    with trickling(metrics):
+        until_s = time.monotonic() + 60
+        while server._client is None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        metrics.close()
+        assert not metrics._thread.is_alive()
+
+
+def test_close_waits_for_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the thread is in."""
+    monkeypatch.setattr(open_metrics, "_CLOSE_S", 0.1)
+    go_on = threading.Event()
+    metrics = OpenMetrics()
+    monkeypatch.setattr(metrics, "text", lambda: str(go_on.wait(60)))
+    with socket.create_connection(("127.0.0.1", metrics.port)) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        server = metrics._server
+        assert server is not None
+        until_s = time.monotonic() + 60
+        while server._client is None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        metrics.close()
+        assert metrics._thread.daemon
+        go_on.set()
+        metrics._thread.join(60)
+        assert not metrics._thread.is_alive()
 
 
 def test_closed_means_closed() -> None:

@@ -1,11 +1,17 @@
-"""Budgets: what was long before may be long again; nobody waits, nobody stalls."""
+"""Budgets: what was long before may be long again; if no rank waits, nothing is reported."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from paceline.observe.stall.budget import Budget, WaitKind
+from paceline.observe.records import Activity, Status
+from paceline.observe.stall.budget import Budget, WaitKind, ended_wait_s
+from paceline.observe.stall.processes import ProcessState
 from paceline.observe.stall.start import read_stall_after
+from paceline.observe.stall.views import RankView
+from paceline.observe.stall.watchdog import _wait_kind
 
 
 def test_floors_hold_while_nothing_is_known() -> None:
@@ -33,6 +39,65 @@ def test_large_steps_have_large_budgets() -> None:
     for _ in range(100):
         budget.learn(5.0)
     assert budget.limit_s(WaitKind.IN_STEP) == 100.0
+
+
+def recorded(waits_s: list[float], compute_s: float = 0.1) -> list[Status]:
+    """What a rank recorded of steps: computed, then waited."""
+    found, now_ns = [], 1
+    for step, wait_s in enumerate(waits_s, 1):
+        for activity, took_s in ((Activity.BACKWARD, compute_s), (Activity.WAITING, wait_s)):
+            found.append(Status(activity, now_ns, step, now_ns))
+            now_ns += round(took_s * 1e9)
+    return [*found, Status(Activity.REDUCED, now_ns, len(waits_s), now_ns)]
+
+
+def learned(statuses: list[Status]) -> Budget:
+    budget = Budget()
+    for last, now in itertools.pairwise(statuses):
+        wait_s = ended_wait_s(last, now)
+        if wait_s is not None:
+            budget.learn(wait_s)
+    return budget
+
+
+def test_learned_from_recorded_steps() -> None:
+    assert learned(recorded([1.0] * 200)).limit_s(WaitKind.IN_STEP) == 20.0
+    assert learned(recorded([0.01] * 200)).limit_s(WaitKind.IN_STEP) == 15.0
+    assert learned(recorded([0.01] * 200 + [40.0])).limit_s(WaitKind.IN_STEP) == 80.0
+    assert learned(recorded([0.01] * 200, compute_s=100.0)).limit_s(WaitKind.IN_STEP) == 15.0
+
+
+def test_a_wait_that_goes_on_or_ends_the_job_teaches_nothing() -> None:
+    *before, waiting, _ = recorded([0.01] * 200 + [40.0])
+    ended = Status(Activity.ENDED, waiting.since_ns + 40_000_000_000, 201, 1)
+    for after in (waiting, ended):
+        assert learned([*before, waiting, after]).limit_s(WaitKind.IN_STEP) == 15.0
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 100])
+@pytest.mark.parametrize("activity", list(Activity))
+@pytest.mark.parametrize("state", [ProcessState.STOPPED, ProcessState.DEAD])
+def test_who_is_stopped_or_dead_is_not_waited_for(
+    state: ProcessState, activity: Activity, step: int
+) -> None:
+    """Wherever it was: between steps, or in one of the first."""
+    late = RankView(1, None, Status(activity, 1, step, 1), state)
+    assert _wait_kind([late], Status(Activity.WAITING, 1, step, 1)) is WaitKind.IN_STEP
+
+
+@pytest.mark.parametrize(
+    ("activity", "step", "kind"),
+    [
+        (Activity.FORWARD, 4, WaitKind.IN_STEP),
+        (Activity.INPUT, 4, WaitKind.BETWEEN_STEPS),
+        (Activity.REDUCED, 4, WaitKind.BETWEEN_STEPS),
+        (Activity.FORWARD, 3, WaitKind.FIRST_TIME),
+        (Activity.INPUT, 1, WaitKind.FIRST_TIME),
+    ],
+)
+def test_who_lives_is_waited_for(activity: Activity, step: int, kind: WaitKind) -> None:
+    late = RankView(1, None, Status(activity, 1, step, 1), ProcessState.ALIVE)
+    assert _wait_kind([late], Status(Activity.WAITING, 1, step, 1)) is kind
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", None), ("2.5", 2.5), ("0.1", 0.1)])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall import claims as claims_module
+from paceline.observe.stall import stacks
 from paceline.observe.stall.account import (
     Account,
     WatchInfo,
@@ -29,7 +32,13 @@ from paceline.observe.stall.processes import (
     process_state,
     start_ticks,
 )
-from paceline.observe.stall.stacks import StackWriter, ask_stacks, fold, innermost_place
+from paceline.observe.stall.stacks import (
+    StackWriter,
+    ask_all_stacks,
+    ask_stacks,
+    fold,
+    innermost_place,
+)
 
 
 def test_accounts_come_back_as_they_were_written(tmp_path: Path) -> None:
@@ -88,6 +97,63 @@ def test_stacks_of_this_process_by_signal(tmp_path: Path) -> None:
     assert ask_stacks(watch, tmp_path / "stacks") == "", "it would kill the process"
 
 
+RANK = """
+import sys, threading, pathlib
+from paceline.observe.stall.stacks import StackWriter
+number = sys.argv[1]
+exec(f"def in_rank_{number}(): sys.stdin.read()")
+writer = StackWriter(pathlib.Path(sys.argv[2]))
+print(writer.signal, flush=True)
+globals()[f"in_rank_{number}"]()
+"""
+
+
+def test_all_are_asked_before_one_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six ranks that have a handler: half of them write nothing, and cost no second each."""
+    monkeypatch.setattr(stacks, "_WAIT_S", 60.0)
+    order: list[str] = []
+    send, read = stacks.signal_thread, stacks._read_from
+    monkeypatch.setattr(
+        stacks, "signal_thread", lambda *words: (order.append("asked"), send(*words))[1]
+    )
+    monkeypatch.setattr(
+        stacks, "_read_from", lambda *words: (order.append("read"), read(*words))[1]
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    children, asked = [], []
+    with contextlib.ExitStack() as stack:
+        for number in range(6):
+            path = tmp_path / f"stacks{number}"
+            command = [sys.executable, "-c", RANK, str(number), str(path)]
+            child = stack.enter_context(subprocess.Popen(command, **pipes, text=True))  # type: ignore[call-overload]
+            stack.callback(child.kill)
+            children.append(child)
+        for number, child in enumerate(children):
+            signal_number = int(child.stdout.readline())
+            path = tmp_path / f"stacks{number}"
+            if number % 2:
+                path = tmp_path / f"others{number}"  # what it writes is not seen
+                path.touch()
+            started = start_ticks(child.pid)
+            watch = WatchInfo(number, "", "", child.pid, started, child.pid, signal_number, "")
+            asked.append((watch, path))
+        answered = ask_all_stacks(asked[::2])
+        order.clear()
+        monkeypatch.setattr(stacks, "_WAIT_S", 0.1)
+        rounds: list[float] = []
+        sleep = time.sleep
+        monkeypatch.setattr(time, "sleep", lambda s: (rounds.append(s), sleep(s))[1])
+        assert ask_all_stacks(asked[1::2]) == [""] * 3
+        assert len(rounds) <= 5, "one common deadline"
+    assert [f"in_rank_{n}" in text for n, text in zip((0, 2, 4), answered, strict=True)] == [
+        True
+    ] * 3
+    assert order[:3] == ["asked"] * 3
+    assert "asked" not in order[3:]
+
+
 def test_states_of_processes() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
@@ -126,15 +192,17 @@ def test_two_threads_that_wait_for_each_other() -> None:
     for thread in threads:
         thread.start()
     names = {thread.ident: thread.name for thread in threads}
-    told = ""
-    while "thread two waits for the lock first" not in told:  # it may still be on its way there
+    told, until_s = "", time.monotonic() + 60
+    while told.count("waits for the lock") < 2 and time.monotonic() < until_s:
+        time.sleep(0.01)  # they may still be on their way there
         frames = sys._current_frames()
         told = describe_lock_waits({i: frames[i] for i in names if i in frames}, names)  # type: ignore[misc]
-    assert told.startswith("a deadlock, it seems")
-    assert "thread one waits for the lock second, held by thread two" in told
     is_done.set()
     for thread in threads:
         thread.join()
+    assert told.startswith("a deadlock, it seems")
+    assert "thread two waits for the lock first" in told
+    assert "thread one waits for the lock second, held by thread two" in told
 
 
 def test_frames_of_torch_are_folded() -> None:

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -161,6 +162,39 @@ def test_patience_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Pat
     folder = str(tmp_path)
     found = run_ranks(2, learned, kind, folder, env={"PACELINE_RUN_DIR": folder})
     assert found == [kind == "forward"] * 2
+
+
+def stopped(at: int, folder: str) -> bool:
+    """With learned budgets of another size: is a rank reported that is stopped between steps?"""
+    limits = {WaitKind.IN_STEP: 0.5, WaitKind.BETWEEN_STEPS: 1e6, WaitKind.FIRST_TIME: 1e6}
+    Budget.limit_s = lambda _, kind: limits[kind]  # type: ignore[method-assign]
+    ddp = DDP(mlp(4))
+    train(ddp, at)
+    if dist.get_rank() == 1:
+        # A process of its own lets it go on: after the report, or in the end.
+        with subprocess.Popen([sys.executable, "-c", GO_ON, folder, str(os.getpid())]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+    train(ddp, 2)
+    return any("is stopped" in path.read_text() for path in Path(folder).glob("stall-*.txt"))
+
+
+GO_ON = """
+import os, pathlib, signal, sys, time
+folder, pid, until_s = pathlib.Path(sys.argv[1]), int(sys.argv[2]), time.monotonic() + 60
+while time.monotonic() < until_s:
+    if any("is stopped" in path.read_text() for path in folder.glob("stall-*.txt")):
+        break
+    time.sleep(0.05)
+os.kill(pid, signal.SIGCONT)
+"""
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_a_rank_that_is_stopped_is_no_rank_that_evaluates(at: int, tmp_path: Path) -> None:
+    """Neither is one that is stopped in the first steps one that compiles."""
+    folder = str(tmp_path)
+    env = {"PACELINE_RUN_DIR": folder}
+    assert run_ranks(2, stopped, at, folder, env=env, timeout_s=120) == [True, True]
 
 
 def clean(steps: int) -> int:

@@ -4,14 +4,19 @@
 rank; or make one and give it to ``on_step``. It listens on the loopback interface unless another
 address is given: metrics say what a job does, to whoever asks.
 
-One thread serves one request after the other; steps come in from the thread that trains. They meet
-at one lock, which is held for as long as it takes to copy a few numbers.
+One thread serves one request after the other, and none for longer than a few seconds. Steps come in
+from the thread that trains. They meet at one lock, which is held for as long as it takes to copy a
+few numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import socket
 import threading
+import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -23,6 +28,8 @@ from paceline.observe.records import StepRecord
 LOOPBACK = "127.0.0.1"
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _REQUEST_TIMEOUT_S = 5.0
+_POLL_S = 0.5
+_CLOSE_S = 3.0
 
 _COUNTERS = {
     "paceline_steps": "Steps that were reduced.",
@@ -92,11 +99,9 @@ class OpenMetrics:
         self._lock = threading.Lock()
         self._totals = _Totals()
         self._labels = "" if rank is None else f'rank="{rank}",'
-        self._server: HTTPServer | None = HTTPServer((host, port), _make_handler(self))
-        self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="paceline metrics", daemon=True
-        )
+        server = self._server = _Server((host, port), _make_handler(self))
+        self.port = int(server.server_address[1])
+        self._thread = threading.Thread(target=server.serve, name="paceline metrics", daemon=True)
         self._thread.start()
         tell_children(self)
 
@@ -111,12 +116,12 @@ class OpenMetrics:
             return self._totals.text(self._labels)
 
     def close(self) -> None:
-        """Stop serving. Returns when thread and socket are gone."""
+        """Stop serving. Returns when thread and socket are gone, and soon in any case."""
         server, self._server = self._server, None
         if server is not None:
-            server.shutdown()
+            server.stop()
+            self._thread.join(_CLOSE_S)
             server.server_close()
-            self._thread.join()
 
     def let_go(self) -> None:
         """In a forked child: the port is the parent's, and the thread is not here."""
@@ -132,9 +137,71 @@ class OpenMetrics:
         self.close()
 
 
+class _Server(HTTPServer):
+    """Serves until it is stopped; a client that is slow is hung up on then."""
+
+    timeout = _POLL_S
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._is_stopped = threading.Event()
+        self._client: socket.socket | None = None
+        super().__init__(address, handler)
+
+    def serve(self) -> None:
+        """Serve one after the other: the body of the thread."""
+        while not self._is_stopped.is_set():
+            try:
+                self.handle_request()
+            except (OSError, ValueError):  # the socket was closed meanwhile
+                return
+
+    def stop(self) -> None:
+        """Have the thread end soon, whatever a client does."""
+        self._is_stopped.set()
+        client = self._client
+        if client is not None:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve a client, and know which one it is meanwhile."""
+        self._client = request
+        try:
+            if not self._is_stopped.is_set():
+                super().finish_request(request, client_address)
+        finally:
+            self._client = None
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that hangs up is no business of the training's terminal."""
+
+
+class _Until(io.RawIOBase):
+    """Reads from a socket until a moment: a client that sends a byte now and then has no more."""
+
+    def __init__(self, connection: socket.socket, until_s: float) -> None:
+        self._connection, self._until_s = connection, until_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request took too long")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
 def _make_handler(metrics: OpenMetrics) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = _REQUEST_TIMEOUT_S  # of a client that says nothing
+        timeout = _REQUEST_TIMEOUT_S  # to read the request, and for each write
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile.close()
+            until_s = time.monotonic() + self.timeout
+            self.rfile = io.BufferedReader(_Until(self.connection, until_s))
 
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+import signal
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+
+from paceline.observe.untrusted import MAKES_NO_SENSE, MAX_PID, read_fields
 
 MAX_FILE_BYTES = 1 << 18
 MAX_STACK = 8000
-
-_T = TypeVar("_T", "Account", "WatchInfo")
 
 
 @dataclass(frozen=True)
@@ -100,29 +100,19 @@ def write_text(path: Path, text: str) -> None:
 
 def read_account(path: Path) -> Account | None:
     """Return an account; None if there is none that makes sense."""
-    return _read(path, Account)
+    try:
+        return read_fields(path, Account, MAX_FILE_BYTES)
+    except MAKES_NO_SENSE:
+        return None
 
 
 def read_watch_info(path: Path) -> WatchInfo | None:
     """Return a watch info; None if there is none that makes sense."""
-    return _read(path, WatchInfo)
-
-
-def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
-        with path.open("rb") as file:
-            value = json.loads(file.read(MAX_FILE_BYTES))
-        return kind(**{each.name: _checked(each.type, value[each.name]) for each in fields(kind)})
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_fields(path, WatchInfo, MAX_FILE_BYTES)
+    except MAKES_NO_SENSE:
         return None
-
-
-_TYPES = {"int": int, "str": str, "bool": bool}
-
-
-def _checked(declared: Any, value: Any) -> Any:
-    if str(declared).startswith("tuple"):
-        return tuple(str(each) for each in list(value)[:20])
-    if type(value) is not _TYPES[str(declared)]:
-        raise TypeError(f"{value!r} is no {declared}")
-    return value
+    # A signal is sent by what it says: to a process and a thread, never to a group.
+    is_process = 0 < found.pid <= MAX_PID and 0 < found.thread <= MAX_PID
+    is_signal = found.signal == 0 or signal.SIGRTMIN <= found.signal <= signal.SIGRTMAX
+    return found if is_process and is_signal else None

@@ -17,6 +17,8 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from paceline.observe.records import Activity, Status
+
 FIRST_STEPS = 3
 _KEPT = 500
 _FACTOR = 20.0
@@ -64,6 +66,14 @@ class Budget:
     def shortest_s(self) -> float:
         """No wait that is shorter is ever a stall."""
         return self.limit_s(WaitKind.IN_STEP)
+
+
+def ended_wait_s(last: Status, now: Status) -> float | None:
+    """How long the wait was that has ended between two looks, as the rank recorded it; or None."""
+    is_over = (now.step, now.activity) != (last.step, last.activity)
+    if not is_over or last.activity is not Activity.WAITING or now.activity is Activity.ENDED:
+        return None
+    return (now.since_ns - last.since_ns) / 1e9
 
 
 def _percentile(values: deque[float]) -> float:

@@ -17,7 +17,8 @@ from typing import Any
 
 _LOCK = type(threading.Lock())
 _RLOCK = type(threading.RLock())
-_LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
+_LOADS = re.compile(r"LOAD_(FAST|NAME|GLOBAL|DEREF|CLASSDEREF|FROM_DICT)")
+"""Begins of opcodes: 3.13 and 3.14 have variants (``LOAD_FAST_BORROW``), and load two at once."""
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _ENTRIES = ("WITH", "LOAD_SPECIAL", "CALL")
 _OWNER = re.compile(r"owner=(\d+)")
@@ -63,7 +64,7 @@ def _find(ident: int, frame: FrameType) -> LockWait | None:
         candidates = list(_values_at(frame))
     except (ValueError, IndexError):
         return None
-    for name, value in candidates:
+    for name, value in reversed(candidates):  # what was loaded last is entered
         if type(value) not in (_LOCK, _RLOCK):
             continue
         text = repr(value)  # C code: "<locked _thread.RLock object owner=140 count=1 at 0x7f>"
@@ -85,26 +86,35 @@ def _values_at(frame: FrameType) -> Iterator[tuple[str, Any]]:
     at = next((i for i, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
     if at is None or not any(part in instructions[at].opname for part in _ENTRIES):
         return
-    line = _line_begin(instructions, at)
+    line = _line_begin(frame)
     name, value = "", None
-    for each in instructions[line:at]:
-        if each.opname in _LOADS:
-            name = str(each.argval)
-            value = _lookup(frame, name)
-        elif each.opname in _ATTRIBUTES and name:
+    for each in instructions[:at]:
+        if each.offset < line:
+            continue
+        if each.opname in _ATTRIBUTES and name:
             name = f"{name}.{each.argval}"
             value = _attribute(value, str(each.argval))
-        else:
-            continue
-        yield name, value
+            yield name, value
+        for loaded in names_loaded(each.opname, each.argval):
+            name, value = loaded, _lookup(frame, loaded)
+            yield name, value
         if name.endswith(".acquire"):
             name = ""
 
 
-def _line_begin(instructions: list[dis.Instruction], at: int) -> int:
-    while at > 0 and instructions[at].starts_line is None:
-        at -= 1
-    return at
+def names_loaded(opcode: str, argument: Any) -> list[str]:
+    """Return the variables that an instruction loads, of any Python from 3.10 on."""
+    if opcode == "STORE_FAST_LOAD_FAST":
+        return [str(argument[1])]
+    if not _LOADS.match(opcode):
+        return []
+    return [str(name) for name in argument] if isinstance(argument, tuple) else [str(argument)]
+
+
+def _line_begin(frame: FrameType) -> int:
+    """The offset of the first instruction of the current line (``starts_line`` became a bool)."""
+    begins = (offset for offset, _ in dis.findlinestarts(frame.f_code))
+    return max((offset for offset in begins if offset <= frame.f_lasti), default=0)
 
 
 def _lookup(frame: FrameType, name: str) -> Any:

@@ -10,6 +10,7 @@ import ctypes
 import enum
 import os
 import platform
+import signal
 from pathlib import Path
 
 HOST_ID_VARIABLE = "PACELINE_HOST_ID"
@@ -69,7 +70,9 @@ def cpu_ticks(pid: int) -> int:
 
 
 def catches_signal(pid: int, signal_number: int) -> bool:
-    """Say whether a process has a handler for a signal: without one it would die of it."""
+    """Say whether a process has a handler for a real-time signal: else it would die of it."""
+    if not signal.SIGRTMIN <= signal_number <= signal.SIGRTMAX:  # others mean something else
+        return False
     for line in _read(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)

@@ -1,6 +1,6 @@
 """The Python stacks of a process, also while native code holds its GIL: [Note: the signal].
 
-A rank calls :class:`StackWriter`; a peer, or doctor, calls :func:`ask_stacks`.
+A rank calls :class:`StackWriter`; a peer, or doctor, calls :func:`ask_all_stacks`.
 """
 
 from __future__ import annotations
@@ -56,30 +56,43 @@ def _free_signal() -> int:
 
 
 def ask_stacks(watch: WatchInfo, path: Path) -> str:
-    """Have a process of this host write its stacks, and return them; '' if it does not."""
+    """Have one process of this host write its stacks."""
+    return ask_all_stacks([(watch, path)])[0]
+
+
+def ask_all_stacks(asked: Sequence[tuple[WatchInfo, Path]]) -> list[str]:
+    """Have processes of this host write their stacks, and return them; '' for one that does not.
+
+    All are asked before the first is waited for: together they have as long as one.
+
+    Args:
+        asked: How to ask each, and where it writes.
+    """
+    sizes = [_ask(watch, path) for watch, path in asked]
+    texts = [""] * len(asked)
+    open_ones = {number for number, size in enumerate(sizes) if size is not None}
+    until_s = time.monotonic() + _WAIT_S
+    while open_ones and time.monotonic() < until_s:
+        time.sleep(_PAUSE_S)
+        for number in sorted(open_ones):
+            last, texts[number] = texts[number], _read_from(asked[number][1], sizes[number] or 0)
+            if texts[number] and texts[number] == last:  # it has stopped growing
+                open_ones.remove(number)
+    return texts
+
+
+def _ask(watch: WatchInfo, path: Path) -> int | None:
+    """Send the signal; return how long the file was before. None: it cannot be asked."""
     if not watch.signal or not catches_signal(watch.pid, watch.signal):
-        return ""
+        return None
     try:
         before = path.stat().st_size
         if before > _MAX_FILE_BYTES:
             os.truncate(path, 0)
             before = 0
     except OSError:
-        return ""
-    if not signal_thread(watch.pid, watch.thread, watch.signal):
-        return ""
-    return _wait_stacks(path, before)
-
-
-def _wait_stacks(path: Path, before: int) -> str:
-    """Read what is new in a file once it has stopped growing."""
-    text, until_s = "", time.monotonic() + _WAIT_S
-    while time.monotonic() < until_s:
-        time.sleep(_PAUSE_S)
-        last, text = text, _read_from(path, before)
-        if text and text == last:
-            break
-    return text
+        return None
+    return before if signal_thread(watch.pid, watch.thread, watch.signal) else None
 
 
 def _read_from(path: Path, offset: int) -> str:

@@ -35,7 +35,7 @@ from paceline.observe.stall.processes import (
     process_space,
     process_state,
 )
-from paceline.observe.stall.stacks import ask_stacks, innermost_place, sort_stacks
+from paceline.observe.stall.stacks import ask_all_stacks, innermost_place, sort_stacks
 from paceline.observe.stall.threads import WORDS
 
 _PAUSE_S = 0.05
@@ -131,7 +131,10 @@ def look_at_ranks(folder: RunFolder, answer_s: float, own: Account | None = None
         time.sleep(_PAUSE_S)
     changes = read_membership(folder.membership)
     views = [_refreshed(folder, view, changes) for view in views]
-    return [_with_stack(folder, view, cpu.get(view.rank, 0)) for view in views]
+    silent = [view for view in views if view.account is None and view.state is ProcessState.ALIVE]
+    asked = {v.rank: (v.watch, folder.stacks(v.rank)) for v in silent if v.watch is not None}
+    texts = dict(zip(asked, ask_all_stacks(list(asked.values())), strict=True))
+    return [_with_stack(view, texts.get(view.rank, ""), cpu.get(view.rank, 0)) for view in views]
 
 
 def look_at_files(folder: RunFolder) -> list[RankView]:
@@ -187,7 +190,8 @@ def _with_account(
     return replace(view, account=found) if is_new else view
 
 
-def _with_stack(folder: RunFolder, view: RankView, cpu_before: int) -> RankView:
+def _with_stack(view: RankView, text: str, cpu_before: int) -> RankView:
+    """Add what a rank said of its threads, or else what it wrote at a signal."""
     if view.account is not None:
         computes = view.watch is not None and cpu_ticks(view.watch.pid) > cpu_before + 1
         account = view.account
@@ -195,7 +199,6 @@ def _with_stack(folder: RunFolder, view: RankView, cpu_before: int) -> RankView:
     if view.watch is None or view.state is not ProcessState.ALIVE:
         return view
     computes = cpu_ticks(view.watch.pid) > cpu_before + 1
-    text = ask_stacks(view.watch, folder.stacks(view.rank))
     stack = sort_stacks(text, view.watch.trains_in)
     return replace(view, stack=stack, place=innermost_place(stack), computes=computes)
 

@@ -25,11 +25,11 @@ from paceline.observe.records import Activity, Status
 from paceline.observe.ring import read_status
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.account import WatchInfo, write_json
-from paceline.observe.stall.budget import FIRST_STEPS, Budget, WaitKind
+from paceline.observe.stall.budget import FIRST_STEPS, Budget, WaitKind, ended_wait_s
 from paceline.observe.stall.claims import Claims
 from paceline.observe.stall.own_account import describe_self
 from paceline.observe.stall.probes import probes
-from paceline.observe.stall.processes import host_name, process_space, start_ticks
+from paceline.observe.stall.processes import ProcessState, host_name, process_space, start_ticks
 from paceline.observe.stall.report import name_culprit, report_text
 from paceline.observe.stall.stacks import StackWriter
 from paceline.observe.stall.views import RankView, behind, look_at_files, look_at_ranks
@@ -151,10 +151,9 @@ class Watchdog:
 
     def _learn(self, status: Status) -> None:
         """See which wait has ended since the last look."""
-        last = self._last
-        is_over = (status.step, status.activity) != (last.step, last.activity)
-        if is_over and last.activity is Activity.WAITING and status.activity is not Activity.ENDED:
-            self._budget.learn((status.since_ns - last.since_ns) / 1e9)
+        wait_s = ended_wait_s(self._last, status)
+        if wait_s is not None:
+            self._budget.learn(wait_s)
 
     def _follow(self, status: Status) -> None:
         if self._phase is not Phase.QUIET and self._is_over(status):
@@ -324,6 +323,9 @@ def _print(text: str) -> None:
 
 
 def _wait_kind(late: list[RankView], status: Status) -> WaitKind:
+    """What this rank waits for, by the rank that is furthest behind."""
+    if late and late[0].state in (ProcessState.DEAD, ProcessState.STOPPED):
+        return WaitKind.IN_STEP  # wherever it was: it will not go on
     if status.step <= FIRST_STEPS:
         return WaitKind.FIRST_TIME
     activity = late[0].status.activity if late else Activity.FORWARD
