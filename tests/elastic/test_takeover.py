@@ -66,9 +66,12 @@ def take_over(job: Job, scale_before: int = 0) -> None:
     job.do(actions)
 
 
+IN_STEP = ("die_in_step", "lose_link")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["step", "die", "join", "leave", "catch_up", "scale", "tick", "take over"]),
+        st.sampled_from(
+            [*IN_STEP, "step", "die", "join", "leave", "catch_up", "scale", "tick", "take over"]
+        ),
         st.integers(0, 7),
     ),
     max_size=60,
