@@ -29,6 +29,8 @@ class Rank:
     is_told: bool = False
     is_left: bool = False
     must_commit: int = -1
+    is_stuck: bool = False  # in a reduction of which a part will never come
+    is_freed: bool = False  # it was told to leave that
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Job:
     released: set[int] = field(default_factory=set)
     committed: int = 0
     preempted: int = 0
+    is_settling: bool = False
 
     def do(self, actions: list[Action]) -> None:
         killed: list[int] = []
@@ -52,12 +55,15 @@ class Job:
                     assert action.member not in self.ranks
                     self.ranks[action.member] = Rank(action.slot, action.host)
                 case Kill():
+                    is_slow = "did not leave its step" in action.why
+                    assert not (is_slow and self.is_settling), "it was never freed"
                     if self.ranks.pop(action.member, None) is not None:
                         killed.append(action.member)
                 case End() | Regroup():
                     rank = self.ranks[action.member]
                     rank.is_told = True
                     rank.must_commit = getattr(action, "after", rank.must_commit)
+                    rank.is_freed |= isinstance(action, End) and action.after <= rank.step
                 case Release():
                     self.released.add(action.member)
                     self.ranks.pop(action.member)
@@ -80,7 +86,7 @@ class Job:
             is_behind = rank.step != begin.step or rank.place is None
             assert begin.is_first or begin.copies or not is_behind
             rank.place, rank.step = begin, begin.step
-            rank.is_told = rank.is_left = False
+            rank.is_told = rank.is_left = rank.is_stuck = rank.is_freed = False
             rank.must_commit = -1
 
     def training(self) -> list[int]:
@@ -105,16 +111,36 @@ class Job:
     def catch_up(self, member: int) -> None:
         """A rank whose reductions were complete commits, too."""
         rank = self.ranks[member]
-        if rank.step < self.committed and not rank.is_left:  # who has left has said where it is
+        is_able = not rank.is_left and not rank.is_stuck
+        if rank.step < self.committed and is_able:  # who has left has said where it is
             rank.step += 1
 
     def leave(self, member: int) -> None:
         rank = self.ranks[member]
+        if rank.is_stuck and not rank.is_freed:
+            return
         if rank.is_told and not rank.is_left and rank.place is not None:
-            while rank.step < min(rank.must_commit, self.committed):
+            while not rank.is_stuck and rank.step < min(rank.must_commit, self.committed):
                 rank.step += 1
             rank.is_left = True
             self.do(self.membership.on_ready(member, rank.step, True))
+
+    def cut_short(self) -> None:
+        """Whoever has not committed the present step never will."""
+        for member in self.training():
+            self.ranks[member].is_stuck |= self.ranks[member].step < self.committed
+
+    def die_in_step(self, member: int) -> None:
+        """It dies before it has given the others all that they need for their step."""
+        self.cut_short()
+        self.die(member)
+
+    def lose_link(self, member: int) -> None:
+        """A connection breaks in the middle of a step; who waits for it says so."""
+        rank = self.ranks[member]
+        if member in self.training() and rank.step < self.committed:
+            rank.is_stuck = True
+            self.do(self.membership.on_broken(member, "rank lost a connection"))
 
     def join(self, member: int) -> None:
         if self.ranks[member].place is None and not self.ranks[member].is_left:
@@ -137,6 +163,11 @@ class Job:
 
     def settle(self) -> None:
         """Everybody does what it was told, until nothing happens any more."""
+        self.is_settling = True
+        self._settle()
+        self.is_settling = False
+
+    def _settle(self) -> None:
         for _ in range(50):
             before = repr((self.ranks, self.membership.epoch))
             for member in list(self.ranks):

@@ -16,11 +16,14 @@ import pytest
 from paceline.elastic.coordinator import Coordinator, CoordinatorOrder
 from paceline.elastic.door import MAX_HEARD
 from paceline.elastic.handshake import connect, read_key
+from paceline.elastic.hosts import keeper as keeper_module
 from paceline.elastic.hosts.agent import Agent, AgentPlan
+from paceline.elastic.hosts.keeper import CoordinatorKeeper
 from paceline.elastic.hosts.takeover import HostReport
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import key_path, receive, send, socket_path
 from paceline.errors import ConfigurationError, MembershipError
+from paceline.launch.fork_server import shared_fork_server
 
 KEY = b"k" * 64
 DEADLINE_S = 60.0
@@ -35,10 +38,12 @@ def free_port() -> int:
 class Running:
     """A coordinator in a thread, at a port."""
 
-    def __init__(self, tmp_path: Path, port: int | None = None, **policy: Any) -> None:
+    def __init__(
+        self, tmp_path: Path, port: int | None = None, lease_s: float = 30.0, **policy: Any
+    ) -> None:
         self.address = ("127.0.0.1", port or free_port())
         found = ElasticPolicy(0, **({"hosts": 2, "max_hosts": 2} | policy))
-        order = CoordinatorOrder(found, KEY, str(tmp_path / "path"), self.address, 30.0, 4)
+        order = CoordinatorOrder(found, KEY, str(tmp_path / "path"), self.address, lease_s, 4)
         self.coordinator = Coordinator(order)
         self.thread = threading.Thread(target=self.coordinator.run)
         self.thread.start()
@@ -154,6 +159,53 @@ def test_what_is_sent_twice_is_heard_once(running: Running) -> None:
         assert hear(one, "answer")["ask"] == 2
 
 
+def test_the_first_host_may_stand_still_and_others_may_not(tmp_path: Path) -> None:
+    running = Running(tmp_path, lease_s=0.5)
+    hosts = running.coordinator._hosts
+    try:
+        with connect(str(tmp_path / "path"), KEY) as one, connect(running.address, KEY) as other:
+            say_hello(one, 0, "a")
+            say_hello(other, 1, "b")
+            until_s = time.monotonic() + DEADLINE_S
+            while 1 in hosts:  # it was heard later than the first
+                assert time.monotonic() < until_s
+                time.sleep(0.01)
+            assert 0 in hosts
+            send(one, "alive", beat=7)
+            assert hear(one, "granted")["beat"] == 7
+    finally:
+        running.close()
+
+
+def leave_at_once(pipe: Connection, order: CoordinatorOrder) -> int:
+    return 0
+
+
+def test_a_coordinator_that_leaves_before_the_job_is_over_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "run_coordinator", leave_at_once)
+    order = CoordinatorOrder(ElasticPolicy(2), KEY, str(tmp_path / "path"))
+    lines: list[str] = []
+    refused: list[str] = []
+    is_over: list[bool] = []
+    with selectors.DefaultSelector() as selector:
+        server, over = shared_fork_server(), lambda: bool(is_over)
+        keeper = CoordinatorKeeper(server, order, selector, lines.append, refused.append, over)
+        until_s = time.monotonic() + DEADLINE_S
+        while keeper.pid or keeper.until_next_s() is not None:
+            assert time.monotonic() < until_s
+            for key, _ in selector.select(0.05):
+                if selector.get_map().get(key.fd) == key:
+                    key.data()
+            if len(lines) == 2:
+                is_over.append(True)
+            keeper.tick()
+        keeper.close()
+    assert lines == ["the coordinator has exited with code 0; it is started again"] * 2
+    assert not refused
+
+
 class NoLauncher:
     """Starts nothing."""
 
@@ -232,6 +284,23 @@ def test_a_new_coordinator_hears_all_and_a_refusal_is_worth_a_lease(tmp_path: Pa
             )
         finally:
             second.close()
+    finally:
+        mine.close()
+
+
+def test_who_is_to_be_killed_and_does_not_live_has_ended() -> None:
+    mine = RunningAgent(("127.0.0.1", free_port()))
+    said: list[dict[str, Any]] = []
+    mine.agent._link.say = lambda kind, **facts: said.append({"kind": kind, **facts})  # type: ignore[method-assign]
+    try:
+        fork = {"kind": "fork", "member": 4, "slot": 1, "is_first": False, "world": 1, "hosts": [0]}
+        mine.agent.on_order(fork)
+        for member in (9, 4):  # unknown; known, and its process has not begun
+            mine.agent.on_order({"kind": "kill", "member": member, "why": "it did not answer"})
+        assert [(each["kind"], each["member"]) for each in said] == [("exited", 9), ("exited", 4)]
+        assert "was not started: it did not answer" in said[1]["why"]
+        assert not mine.agent.members
+        assert not mine.launcher.killed
     finally:
         mine.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -55,6 +56,31 @@ def test_a_rank_dies_meanwhile(tmp_path: Path) -> None:
     check(ended, faults=0, world=3)
     assert killed
     assert f"(pid {killed[0]}) was killed by SIGKILL" in ended.events()[-1]["why"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_stands_still_ends_nothing(tmp_path: Path) -> None:
+    """For more than two leases; then a rank dies, and is replaced."""
+
+    def stand_still(job: JobOnSharedServer) -> None:
+        pids.append(pid_of(job))
+        time.sleep(5.0)
+
+    def on_wait(job: JobOnSharedServer) -> None:
+        if pids and not stood and not job._agent.silent_s:  # type: ignore[union-attr]
+            stood.append(pid_of(job))
+        stop(job)
+
+    pids: list[int] = []
+    stood: list[int] = []
+    stop = do_once_after_a_step(tmp_path / "out", stand_still)
+    ended = run_job(
+        tmp_path, on_wait=on_wait, pause_s=0.1, steps=100, lease_s=2.0,
+        faults=[("kill", "forward", 80, 1)], hold_s=60.0,
+    )  # fmt: skip
+    check(ended, faults=1, world=3, steps=100)
+    assert pids == stood, "the coordinator was killed, though it had answered"
+    assert [event["epoch"] for event in ended.events()] == [0, 1]
 
 
 @pytest.mark.slow

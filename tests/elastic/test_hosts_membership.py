@@ -117,9 +117,10 @@ def test_with_a_range_of_hosts_the_job_begins_without_those_that_are_late() -> N
     assert hosts_of(job) == [0, 0, 2]
 
 
+NAMES = ("step", "die", "join", "leave", "catch_up", "tick", "lose", "back")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["step", "die", "join", "leave", "catch_up", "tick", "lose", "back"]),
+        st.sampled_from([*NAMES, "cut_short", "die_in_step", "lose_link"]),
         st.integers(0, 7),
     ),
     max_size=60,
@@ -137,7 +138,10 @@ def happen(job: Job, what: str, number: int, ranks: int) -> None:
         lose(job, host)
     elif what == "back" and not is_up:
         job.do(job.membership.on_host(host, ranks))
-    elif what in ("die", "join", "leave", "catch_up"):
+    elif what == "cut_short" and is_up:  # a host, in the middle of a step
+        job.cut_short()
+        lose(job, host)
+    elif what in ("die", "join", "leave", "catch_up", "die_in_step", "lose_link"):
         getattr(job, what)(members[number % len(members)])
 
 

@@ -193,6 +193,19 @@ def test_for_how_long_nobody_answers() -> None:
     assert lease.silent_s(4.0) == 0.0
 
 
+def test_a_launcher_that_stood_still_has_not_read_the_answer_yet() -> None:
+    lease = HostLease(LEASE_S)
+    lease.look(100.0)
+    lease.answered(lease.beat(100.0))
+    lease.beat(101.0)
+    lease.look(101.0)
+    lease.look(160.0)
+    assert lease.silent_s(160.5) == 0.5
+    for at_s in (161.0, 162.0, 163.0):  # now it runs, and nobody answers
+        lease.look(at_s)
+    assert lease.silent_s(163.0) == 3.0
+
+
 def test_ranks_read_the_same_moment(tmp_path: Path) -> None:
     path = tmp_path / "lease"
     assert not LeaseReader(path).is_leased

@@ -15,9 +15,12 @@ from paceline.elastic.members import (
 from tests.elastic.simulated_job import make_job
 from tests.examples import examples
 
+IN_STEP = ("die_in_step", "lose_link")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["step", "die", "join", "leave", "catch_up", "scale", "tick", "preempt"]),
+        st.sampled_from(
+            [*IN_STEP, "step", "die", "join", "leave", "catch_up", "scale", "tick", "preempt"]
+        ),
         st.integers(0, 7),
     ),
     max_size=60,
@@ -245,6 +248,24 @@ def test_who_leaves_is_replaced_if_too_few_would_be_left() -> None:
     job.settle()
     assert len(job.training()) == 2
     assert job.released == {1}
+
+
+@pytest.mark.parametrize("how", ["die", "lose_link"])
+def test_a_death_while_others_complete_a_step_frees_them(how: str) -> None:
+    """They were asked to leave after a step, and the first has; without it they cannot."""
+    job = make_job(3)
+    job.settle()
+    job.do(job.membership.on_scale(2))
+    job.step(0)
+    job.leave(0)
+    assert job.ranks[1].must_commit == 1
+    job.cut_short()
+    job.do(job.membership.on_tick(20.0))
+    getattr(job, how)(2)
+    assert job.ranks[1].is_freed
+    assert job.membership.on_tick(40.0) == []  # it has as much time as after any death
+    job.settle()
+    assert [job.ranks[m].step for m in job.training()] == [1, 1]
 
 
 def test_scaling_before_the_first_epoch_comes_after_it() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.elastic.handshake import connect
 from paceline.elastic.hosts.takeover import (
     HostReport,
     MemberReport,
@@ -16,7 +20,9 @@ from paceline.elastic.hosts.takeover import (
 )
 from paceline.elastic.members import ElasticPolicy, Fail, MemberState
 from paceline.elastic.membership import Membership
+from paceline.elastic.protocol import send
 from tests.elastic.simulated_job import Job, Rank
+from tests.elastic.test_coordinator import KEY, Running, hear, say_hello
 from tests.examples import examples
 
 
@@ -61,9 +67,12 @@ def take_over(job: Job, scale_before: int = 0) -> None:
     job.do(actions)
 
 
+IN_STEP = ("die_in_step", "lose_link")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(["step", "die", "join", "leave", "catch_up", "scale", "tick", "take over"]),
+        st.sampled_from(
+            [*IN_STEP, "step", "die", "join", "leave", "catch_up", "scale", "tick", "take over"]
+        ),
         st.integers(0, 7),
     ),
     max_size=60,
@@ -189,3 +198,60 @@ def test_a_report_travels_as_json() -> None:
     assert HostReport.from_plain(report.to_plain()) == report
     with pytest.raises(TypeError):
         HostReport.from_plain({"members": [], "more": 1})
+
+
+class TestTakingOver:
+    """What a launcher says while others have not reported yet is not lost."""
+
+    @pytest.fixture
+    def running(self, tmp_path: Path) -> Iterator[Running]:
+        made = Running(tmp_path)
+        yield made
+        made.close()
+
+    def report(self, member: int) -> dict[str, Any]:
+        place = MemberReport(member, member, MemberState.TRAINING.value, 5, epoch=3)
+        return HostReport(3, 2, [0, 1], 9, members=[place]).to_plain()
+
+    def test_a_death(self, running: Running) -> None:
+        with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+            assert say_hello(one, 0, "a", report=self.report(0))["keep"] == [0]
+            send(one, "exited", member=0, why="rank 0 was killed", is_quiet=False, n=1)
+            send(one, "alive", beat=1)
+            assert hear(one, "granted")["heard"] == 1
+            say_hello(other, 1, "b", report=self.report(1))
+            said = hear(other, "say")
+            assert (said["member"], said["message"]["kind"]) == (1, "end")
+            assert said["message"]["why"] == "rank 0 was killed"
+            assert hear(one, "fork")["slot"] == 0
+
+    def test_what_a_rank_says(self, running: Running) -> None:
+        """It was told to leave by the coordinator before: the others leave after the same step."""
+        with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+            say_hello(one, 0, "a", report=self.report(0))
+            ready = {"kind": "ready", "step": 6, "is_clean": True}
+            send(one, "from", member=0, message=ready, n=1)
+            send(one, "alive", beat=1)
+            hear(one, "granted")
+            say_hello(other, 1, "b", report=self.report(1))
+            said = hear(other, "say")
+            assert (said["message"]["kind"], said["message"]["after"]) == ("end", 6)
+            send(other, "from", member=1, message=ready, n=1)
+            assert hear(one, "say")["message"]["kind"] == "begin"
+
+    def test_a_launcher_that_was_started_again_reports_anew(self, running: Running) -> None:
+        with connect(running.address, KEY) as one:
+            say_hello(one, 0, "a", report=self.report(0))
+            send(one, "exited", member=0, why="rank 0 was killed", is_quiet=False, n=1)
+            send(one, "leaving", n=2)
+            send(one, "alive", beat=1)
+            hear(one, "granted")
+        running.coordinator._mailbox.post(lambda: running.coordinator._hosts.clear())
+        with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
+            say_hello(one, 0, "c", report=self.report(0))
+            say_hello(other, 1, "b", report=self.report(1))
+            send(other, "alive", beat=1)
+            hear(other, "granted")
+            members = running.coordinator._membership.members.values()
+            assert [who.state for who in members] == [MemberState.TRAINING] * 2
+            assert not any(who.is_leaving for who in members)

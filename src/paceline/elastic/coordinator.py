@@ -17,9 +17,9 @@ from typing import Any
 
 from paceline.elastic.door import Door, listen_at
 from paceline.elastic.handshake import limit_waits
-from paceline.elastic.hosts.lease import LeaseTable, now_s
+from paceline.elastic.hosts.lease import FIRST_HOST, LeaseTable, now_s
 from paceline.elastic.hosts.mailbox import Mailbox
-from paceline.elastic.hosts.session import HostSession, NotYetError, check_host
+from paceline.elastic.hosts.session import HostSession, HostSessions, NotYetError, check_host
 from paceline.elastic.hosts.takeover import HostReport, is_complete, put_together
 from paceline.elastic.members import (
     Action,
@@ -38,6 +38,7 @@ from paceline.elastic.stuck import StillRanks
 from paceline.errors import MembershipError
 
 _WRONG = (MembershipError, KeyError, ValueError, TypeError, AttributeError)
+_WHEN_GATHERED = ("from", "exited", "leaving", "still")  # [Note: taking over]
 _FAREWELL_S = 300.0  # for hosts to say that nothing runs there any more
 
 
@@ -70,10 +71,11 @@ class Coordinator:
     def __init__(self, order: CoordinatorOrder) -> None:
         self.outcome: str | None = None
         self._order = order
-        self._hosts: dict[int, HostSession] = {}
+        self._hosts = HostSessions()
         self._reports: dict[int, HostReport] = {}
         self._where: dict[int, int] = {}  # the host of each member whose process has not ended
         self._is_gathering = True
+        self._early: list[tuple[HostSession, dict[str, Any]]] = []  # heard while gathering
         self._why = ""  # the last epoch ended
         self._is_over = False
         self._over_s = 0.0
@@ -114,9 +116,8 @@ class Coordinator:
             self._try_resume(is_late=self._leases.has_waited(at_s))
         if self.outcome is None:
             self._do(self._membership.on_tick(at_s))
-        elif all(each.is_finished for each in self._hosts.values()) or at_s >= self._over_s:
-            for each in self._hosts.values():
-                each.tell("over")
+        elif self._hosts.have_finished() or at_s >= self._over_s:
+            self._hosts.tell_all("over")
             self._is_over = True
 
     def _on_newcomer(self, hello: dict[str, Any], pipe: Connection) -> None:
@@ -149,7 +150,7 @@ class Coordinator:
         self._selector.register(pipe, selectors.EVENT_READ, partial(self._listen_to, session))
         keep = [each.id for each in report.members] if self._is_gathering or is_known else []
         welcome = {"coordinator": self._id, "is_known": is_known, "keep": keep}
-        welcome |= {"heard": session.channel.heard, "door": self._door()}
+        welcome |= {"heard": session.channel.heard, "door": self._hosts.door()}
         session.send({"kind": "welcome", **welcome})
         if is_known:
             session.channel.confirm(heard)
@@ -157,7 +158,7 @@ class Coordinator:
                 session.send(message)
         else:
             if session.door:
-                self._tell_door()
+                self._hosts.tell_door()
             self._on_host(session, report)
 
     def _on_host(self, session: HostSession, report: HostReport) -> None:
@@ -169,7 +170,7 @@ class Coordinator:
             self._reports[session.host] = report
             if not any(each.knows_something for each in self._reports.values()):
                 self._do(self._membership.on_host(session.host, session.ranks))
-                self._is_gathering = not self._membership.is_started
+                self._stop_gathering(is_over=self._membership.is_started)
             else:
                 self._try_resume(is_late=self._leases.has_waited(now_s()))
         else:
@@ -180,11 +181,11 @@ class Coordinator:
         """Take over, if all is known that can be: [Note: taking over]."""
         reports = self._reports
         if not any(each.knows_something for each in reports.values()):
-            self._is_gathering = not self._membership.is_started
+            self._stop_gathering(is_over=self._membership.is_started)
             return
-        if not is_late and not is_complete(reports):
+        # The first host has no lease: its ranks run, however late its launcher is.
+        if not is_complete(reports) and not (is_late and FIRST_HOST in reports):
             return
-        self._is_gathering = False
         membership = self._membership
         for host, session in self._hosts.items():
             membership.hosts.put(host, session.ranks)
@@ -198,6 +199,15 @@ class Coordinator:
         found = put_together(reports)
         self._where |= {who.id: who.host for who in found.members}
         self._do(membership.resume(found))
+        self._stop_gathering()
+
+    def _stop_gathering(self, *, is_over: bool = True) -> None:
+        """All is known; now hear what launchers have said since they reported."""
+        self._is_gathering = not is_over
+        while is_over and self._early and self.outcome is None:
+            session, message = self._early.pop(0)
+            if self._hosts.get(session.host) is session:
+                self._hear(session, message)
 
     def _drop(self, session: HostSession) -> None:
         """Its lease is over: what ran there has stopped."""
@@ -214,14 +224,25 @@ class Coordinator:
         assert session.pipe is not None
         try:
             message = receive(session.pipe)
-            if session.channel.take(message):
-                self._hear(session, message)
+            is_new = session.channel.take(message)
         except (EOFError, OSError, MembershipError):
             session.hang_up()  # it may come back, until its lease is over
+            return
+        if is_new:
+            self._hear(session, message)
+
+    def _hear(self, session: HostSession, message: dict[str, Any]) -> None:
+        if self._is_gathering and message["kind"] in _WHEN_GATHERED:
+            self._early.append((session, message))
+            return
+        try:
+            self._take_in(session, message)
+        except MembershipError:
+            session.hang_up()
         except _WRONG as error:
             self._end(f"the launcher of host {session.host} said what makes no sense: {error!r}")
 
-    def _hear(self, session: HostSession, message: dict[str, Any]) -> None:
+    def _take_in(self, session: HostSession, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "alive":
             self._leases.heard(session.host, now_s())
@@ -252,7 +273,7 @@ class Coordinator:
                 self._tell_host_of(member, "kill", {"why": why})
         elif kind == "store":
             session.door = int(message["door"])
-            self._tell_door()
+            self._hosts.tell_door()
         elif kind == "stop":
             self._end(str(message["why"]))
         else:
@@ -273,8 +294,7 @@ class Coordinator:
         if kind == "broken":
             return membership.on_broken(member, str(message["why"]))
         if kind == "entered":
-            for each in self._hosts.values():
-                each.tell("epoch", event=message["event"])
+            self._hosts.tell_all("epoch", event=message["event"])
             return []
         return [Kill(member, f"it said something that makes no sense: {kind!r}")]
 
@@ -293,27 +313,12 @@ class Coordinator:
         if not minimum <= ranks <= self._order.maximum:
             return f"this job may have {minimum} to {self._order.maximum} ranks, not {ranks}"
         self._do(self._membership.on_scale(ranks))
-        for each in self._hosts.values():
-            each.tell("scaled", ranks=ranks)
+        self._hosts.tell_all("scaled", ranks=ranks)
         return ""
 
-    # --- what launchers are told ------------------------------------------------------------------
-    def _door(self) -> int:
-        first = self._hosts.get(0)
-        return first.door if first is not None else 0
-
-    def _tell_door(self) -> None:
-        for each in self._hosts.values():
-            each.tell("store", door=self._door())
-
     def _tell_peers(self) -> None:
-        if self._order.address is None:
-            return
-        for each in self._hosts.values():
-            theirs = [
-                x for other in self._hosts.values() if other is not each for x in other.listens
-            ]
-            each.tell("peers", listens=theirs)
+        if self._order.address is not None:
+            self._hosts.tell_peers()
 
     # --- actions ----------------------------------------------------------------------------------
     def _do(self, actions: list[Action]) -> None:
@@ -362,8 +367,7 @@ class Coordinator:
         """The job is over; what is left is that all hosts finish."""
         if self.outcome is None:
             self.outcome, self._over_s = why, now_s() + _FAREWELL_S
-            for session in self._hosts.values():
-                session.tell("outcome", why=why)
+            self._hosts.tell_all("outcome", why=why)
 
     def close(self) -> None:
         """Let nobody in any more, and hang up."""

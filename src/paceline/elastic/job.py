@@ -122,16 +122,22 @@ class ElasticJob(Job):
             self._on_door,
         )
         if self._is_first_host:
+            agent = self._agent
             order = CoordinatorOrder(
                 self._elastic.policy,
-                self._agent.key,
-                coordinator_path(self._agent.directory),
+                agent.key,
+                coordinator_path(agent.directory),
                 None if self._is_alone else ("", hosts.endpoint.port),
                 self._elastic.lease_s,
                 self._elastic.maximum,
             )
             self._keeper = CoordinatorKeeper(
-                self._server, order, self._selector, self._warn, self._agent.on_refused
+                self._server,
+                order,
+                self._selector,
+                self._warn,
+                give_up=agent.on_refused,
+                is_over=lambda: agent.outcome is not None,
             )
         with contextlib.suppress(OSError):  # then nobody can scale it
             self._folder.coordinator.write_text(str(self._agent.directory))
@@ -300,7 +306,7 @@ class ElasticJob(Job):
                 each.slot,
                 self._members[each.id].child.pid,
                 MemberState(each.state),
-                agent.rank_silent_s(each.id),
+                agent.ranks.silent_s(each.id),
             )
             for each in agent.members.values()
             if each.id in self._members
@@ -309,7 +315,7 @@ class ElasticJob(Job):
             self.kill(member, why)
         if self._stuck.still:
             agent.say("still", ranks=self._stuck.still)
-        agent.ping()
+        agent.ranks.ping()
 
     def _on_ended(self, rank: LocalRank) -> None:
         member = next(number for number, each in self._members.items() if each is rank)

@@ -8,7 +8,9 @@ actions that come back. Pure, so that every order of events can be tried out in 
     train    nothing is said: no message, no vote.
     end      a member died, or somebody is to join or to leave. Those that train are told: ``End``
              after a death, and they leave their collective at once; ``Regroup`` otherwise, and they
-             leave together after a step that all of them finish.
+             leave together after a step that all of them finish: once the first has left, the
+             others are told which (``End`` with ``after``). If one of them dies before, they cannot
+             finish it, and are told to leave at once.
     ready    each says which step it has committed, and whether it stands exactly there.
     begin    when all that live are ready: the next epoch has its ranks, and a source, whose state
              is copied to those that do not stand where it stands.
@@ -50,6 +52,7 @@ class Membership(Roster):
     _lost_slots: set[int] = field(default_factory=set)  # of those that died in this epoch
     _broken: int = 0  # epochs in a row that ended with a failed collective, before a step
     _is_regrouping: bool = False  # ranks were asked to leave after a step, and none has
+    _is_finishing: bool = False  # some have, and the others finish the same step
     _last_death: str = ""
     _scale_to: int | None = None
 
@@ -79,8 +82,7 @@ class Membership(Roster):
             return self._start_again(why)
         self._lost_s = self.now_s
         actions: list[Action] = []
-        was_in = any(who.state in INSIDE for who in dead)
-        if was_in and (self._ended_s is None or self._is_regrouping):
+        if any(who.state in INSIDE for who in dead) and self._may_step():
             actions = self._end_epoch(why)
         return actions + self._top_up() + self._fork_spares() + self._go_on()
 
@@ -130,7 +132,7 @@ class Membership(Roster):
         # The first to leave: from now on nobody can complete a step. It may have been asked to by a
         # coordinator that is gone.
         if self._is_regrouping or self._ended_s is None:
-            self._is_regrouping, self._ended_s = False, self.now_s
+            self._is_regrouping, self._is_finishing, self._ended_s = False, True, self.now_s
             why = "ranks are to join or to leave"
             ends = [
                 End(w.id, why, step) for w in self._in_epoch() if w.state is MemberState.TRAINING
@@ -154,15 +156,14 @@ class Membership(Roster):
         actions: list[Action] = []
         if not who.is_leaving:
             actions += self._replace(who, was_in)
-        if was_in and (self._ended_s is None or self._is_regrouping):
+        if was_in and self._may_step():
             actions += self._end_epoch(why)
         self._last_death = why
         return actions + self._go_on()
 
     def on_broken(self, member: int, why: str) -> list[Action]:
         """A member's collective has failed, and nobody has died: a connection is lost."""
-        is_training = self.members[member].state is MemberState.TRAINING
-        if not is_training or (self._ended_s is not None and not self._is_regrouping):
+        if self.members[member].state is not MemberState.TRAINING or not self._may_step():
             return []
         self._broken += 1
         if self._broken >= self.policy.early_deaths:
@@ -262,8 +263,12 @@ class Membership(Roster):
             return self._fork_spares()
         return self._fill(dead.slot, prefer=dead.host)
 
+    def _may_step(self) -> bool:
+        """Whether some may wait for a step to be complete: they were not told to leave at once."""
+        return self._ended_s is None or self._is_regrouping or self._is_finishing
+
     def _end_epoch(self, why: str) -> list[Action]:
-        self._ended_s, self._is_regrouping = self.now_s, False
+        self._ended_s, self._is_regrouping, self._is_finishing = self.now_s, False, False
         return [End(who.id, why) for who in self._in_epoch()]
 
     def _judge_silent(self) -> list[Action]:
@@ -364,6 +369,7 @@ class Membership(Roster):
             for number in self._lost_slots | {who.slot for who in inside}:
                 self._slots[number].early_deaths = 0
         self._lost_slots.clear()
+        self._is_finishing = False
         self.epoch, self._ended_s, self._lost_s, self._begin_step = self.epoch + 1, None, None, step
         for who in order:
             who.state, who.step, who.is_clean = MemberState.TRAINING, step, True

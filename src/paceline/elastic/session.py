@@ -165,8 +165,7 @@ class Session:
         self._pids = [pid for pid in decision["pids"] if pid != os.getpid()]
         began_s = time.monotonic()
         if not decision["is_first"]:
-            stands_there = decision["step"] == state.commits and state.is_clean
-            if rank != decision["source"] and not (state.events and stands_there):
+            if rank != decision["source"] and not state.holds_step:
                 state.is_whole = False  # until the copy is complete
             self._rebuild(epoch, rank, world)
             state.count_from(decision["step"])

@@ -178,6 +178,11 @@ class State:
         """Whether no optimizer has stepped since the last commit."""
         return not self._stepped
 
+    @property
+    def holds_step(self) -> bool:
+        """Whether it could go on from its last commit, if nobody has a later one."""
+        return self._has_trained and self.is_whole and self.is_clean
+
     def put_back(self) -> None:
         """Undo what was done since the last commit, parameters and optimizers aside.
 
@@ -306,9 +311,10 @@ class State:
         not have in common: own random streams, parameters between two meetings of local SGD.
         """
         tensors = [t for module in self._modules for t in _tensors_of(module)]
-        keeps_own = self._has_trained and self.is_clean and self.commits == step
-        tree = copy_from(source, tensors, self._tree(), keeps_own=keeps_own)
+        stages, keeps_own = self.holds_step, self.holds_step and self.commits == step
+        tree = copy_from(source, tensors, self._tree(), keeps_own=keeps_own, stages=stages)
         if torch.distributed.get_rank() != source and not keeps_own:
+            self.is_whole = False
             self._take(tree)
         self._after_copy()
 

@@ -126,12 +126,12 @@ class Supervisor:
             return
         found = [
             Watched(each.id, each.slot, self.pid_of(each.id), MemberState(each.state),
-                    self._agent.rank_silent_s(each.id))
+                    self._agent.ranks.silent_s(each.id))
             for each in self._agent.members.values()
         ]  # fmt: skip
         for member, why in self._stuck.judge(found).items():
             self.kill(member, why)
-        self._agent.ping()
+        self._agent.ranks.ping()
 
     # --- what the agent asks for: a member's number is that of its rank at the beginning ----------
     def fork(self, order: dict[str, Any]) -> None:

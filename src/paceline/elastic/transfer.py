@@ -6,7 +6,9 @@ the source stands. No pickle: what a peer sends can fill tensors and numbers, an
 [Note: what travels]
 First one message of JSON that describes a tree (dicts, lists, tuples, numbers, texts, and *where* a
 tensor stands in it, with its dtype and shape), then the tensors in that order. Parameters and
-buffers are not part of the tree: both sides have them, and they are filled in place.
+buffers are not part of the tree: both sides have them. A rank that joins fills them in place. A
+survivor that is behind stages them, and changes its own when all have come: if the source dies
+before, it still holds its step. That costs the memory of the parameters once more.
 """
 
 from __future__ import annotations
@@ -27,7 +29,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def copy_from(
-    source: int, tensors: Sequence[torch.Tensor], tree: Any, *, keeps_own: bool = False
+    source: int,
+    tensors: Sequence[torch.Tensor],
+    tree: Any,
+    *,
+    keeps_own: bool = False,
+    stages: bool = False,
 ) -> Any:
     """Fill ``tensors`` with the source's, and return its tree. Collective over the default group.
 
@@ -36,6 +43,7 @@ def copy_from(
         tensors: The same number, shapes and dtypes on every rank.
         tree: Of the source; elsewhere it is not looked at.
         keeps_own: This rank takes part, and changes nothing: it stands where the source stands.
+        stages: All of it is there before the first tensor changes.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -46,10 +54,15 @@ def copy_from(
     shapes, description = json.loads(broadcast_text(messages, text, source))
     _check(shapes, tensors)
     inner = found if is_source else make_tensors(description)
+    is_staged = stages and not keeps_own and not is_source
     with torch.no_grad():
         what, fills = "copy of the state", not keeps_own
-        broadcast_tensors(messages, what, tensors, CHUNK_BYTES, source, fills=fills)
+        into = [torch.empty_like(tensor) for tensor in tensors] if is_staged else tensors
+        broadcast_tensors(messages, what, into, CHUNK_BYTES, source, fills=fills)
         broadcast_tensors(messages, what, inner, CHUNK_BYTES, source, fills=fills)
+        if is_staged:
+            for tensor, new in zip(tensors, into, strict=True):
+                tensor.copy_(new)
     return tree if is_source else rebuild(description, iter(inner))
 
 

@@ -218,20 +218,12 @@ class Agent:
             self._told_listens = listens
             self._link.say("listens", listens=listens)
 
-    def ping(self) -> None:
-        """Ask all ranks of this host whether their interpreters run."""
-        self.ranks.ping()
-
-    def rank_silent_s(self, member: int) -> float:
-        """For how long a rank has not answered that."""
-        return self.ranks.silent_s(member)
-
     def on_welcome(self, message: dict[str, Any]) -> None:
         """A coordinator is there: one that knows this host, or one that has its report."""
         keep = {int(member) for member in message["keep"]}
         for member in list(self.members):
             if member not in keep and not message["is_known"]:
-                self._launcher.kill(member, "the job went on without its host")
+                self._kill(member, "the job went on without its host")
         if not message["is_known"]:
             self._told_listens = []
         self._launcher.on_store(int(message["door"]))
@@ -253,7 +245,7 @@ class Agent:
         if kind == "fork":
             self._fork(message)
         elif kind == "kill":
-            self._launcher.kill(int(message["member"]), str(message["why"]))
+            self._kill(int(message["member"]), str(message["why"]))
         elif kind == "say":
             self._say(int(message["member"]), message["message"])
         elif kind == "answer":
@@ -291,6 +283,17 @@ class Agent:
         if self._known.epoch < 0:
             self._known.world, self._known.hosts = int(order["world"]), order["hosts"]
         self._launcher.fork(order)
+
+    def _kill(self, member: int, why: str) -> None:
+        """Whoever asks hears of its end, also if there is nothing to kill."""
+        if member not in self.members:
+            gone = f"process {member} of the job had ended"
+            self._link.say("exited", member=member, why=gone, is_quiet=False)
+        elif not self._launcher.pid_of(member):
+            gone = f"rank {self.members[member].slot} was not started: {why}"
+            self.on_exit(member, gone, is_quiet=False)
+        else:
+            self._launcher.kill(member, why)
 
     def _say(self, member: int, message: dict[str, Any]) -> None:
         known = self.members.get(member)

@@ -33,6 +33,7 @@ class CoordinatorKeeper:
         selector: That the launcher waits on.
         warn: Shows a line to the user.
         give_up: Called if it dies again and again.
+        is_over: Whether the job is; then a coordinator that ends well is not needed any more.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class CoordinatorKeeper:
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
         give_up: Callable[[str], None],
+        is_over: Callable[[], bool],
     ) -> None:
         self._server, self._order, self._selector, self._warn = server, order, selector, warn
-        self._give_up = give_up
+        self._give_up, self._is_over = give_up, is_over
         self._deaths = 0
         self._child: Child | None = None
         self._has_listened = False
@@ -87,7 +89,7 @@ class CoordinatorKeeper:
             return
         code = child.exit_code or 0
         self._let_go()
-        if code == 0:
+        if code == 0 and self._is_over():
             return
         if time.monotonic() - self._started_s >= _WELL_S:
             self._pause_s, self._deaths = 0.0, 0

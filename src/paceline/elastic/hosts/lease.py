@@ -22,6 +22,10 @@ A lease lasts L seconds. A launcher sends a *beat* four times in L/2; the coordi
    the signals must have done their work. Only after the drop is the next epoch decided.
 5. A host that was dropped gets no answer any more. It connects anew, with no ranks.
 
+The coordinator's own host has no lease, on neither side: no link to it can be cut. Its launcher may
+stand still as long as it likes (Ctrl-Z, an output that nobody reads, a machine that sleeps). If it
+ends, the kernel ends its ranks and the coordinator with it.
+
 The coordinator may die. Who tries to connect and is *refused* knows that its host is reachable, and
 that nobody listened there at a moment after the attempt began, at s. A coordinator that starts
 later does not drop anybody before it has run for L: it was not there at s, so that is after s + L.
@@ -36,6 +40,8 @@ from dataclasses import dataclass, field
 
 BEATS = 8
 """In the time of a lease."""
+FIRST_HOST = 0
+"""The coordinator's own, which has no lease."""
 
 
 def now_s() -> float:
@@ -58,6 +64,14 @@ class HostLease:
     _next: int = 0
     _next_beat_s: float = 0.0
     _unanswered_since_s: float | None = None
+    _looked_s: float = 0.0
+    _awake_since_s: float = 0.0
+
+    def look(self, at_s: float) -> None:
+        """This process runs. If it stood still, answers may be there that it has not read yet."""
+        if at_s - self._looked_s > self.lease_s / 4:
+            self._awake_since_s = at_s
+        self._looked_s = at_s
 
     def is_beat_due(self, at_s: float) -> bool:
         """Whether the next beat should be sent."""
@@ -106,9 +120,9 @@ class HostLease:
         return None if self.until_s is None else max(0.0, self.until_s - at_s)
 
     def silent_s(self, at_s: float) -> float:
-        """For how long a beat has been waiting for its answer."""
+        """For how long a beat has been waiting for its answer while this process ran."""
         since_s = self._unanswered_since_s
-        return 0.0 if since_s is None else at_s - since_s
+        return 0.0 if since_s is None else at_s - max(since_s, self._awake_since_s)
 
 
 @dataclass
@@ -126,7 +140,8 @@ class LeaseTable:
 
     def heard(self, host: int, at_s: float) -> None:
         """A beat, or its first message, has come from a host."""
-        self._heard_s[host] = at_s
+        if host != FIRST_HOST:
+            self._heard_s[host] = at_s
 
     def forget(self, host: int) -> None:
         """It is not a host of this job any more, or was dropped."""

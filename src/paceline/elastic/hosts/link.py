@@ -104,6 +104,7 @@ class CoordinatorLink:
     def tick(self) -> None:
         """Send a beat if it is time."""
         at_s = now_s()
+        self.lease.look(at_s)
         if self.is_welcome and self.lease.is_beat_due(at_s):
             self._owner.on_beat()
             facts = {"beat": self.lease.beat(at_s), "heard": self._channel.heard}

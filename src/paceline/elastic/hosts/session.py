@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from paceline.elastic.hosts.channel import Channel
+from paceline.elastic.hosts.lease import FIRST_HOST
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import send
 from paceline.errors import MembershipError
@@ -53,6 +54,33 @@ class HostSession:
             pipe, self.pipe = self.pipe, None
             self.on_lost(pipe)
             pipe.close()
+
+
+class HostSessions(dict[int, HostSession]):
+    """All launchers that were let in, by host."""
+
+    def tell_all(self, kind: str, **facts: Any) -> None:
+        """Say the same to all."""
+        for each in self.values():
+            each.tell(kind, **facts)
+
+    def door(self) -> int:
+        """At which port of the first host the job's stores are; 0: nobody knows."""
+        return self[FIRST_HOST].door if FIRST_HOST in self else 0
+
+    def tell_door(self) -> None:
+        """Tell all where the stores are."""
+        self.tell_all("store", door=self.door())
+
+    def tell_peers(self) -> None:
+        """Tell each where ranks of the others listen."""
+        for each in self.values():
+            others = [other for other in self.values() if other is not each]
+            each.tell("peers", listens=[end for other in others for end in other.listens])
+
+    def have_finished(self) -> bool:
+        """Whether nothing runs on any of them."""
+        return bool(self) and all(each.is_finished for each in self.values())
 
 
 class NotYetError(MembershipError):

@@ -4,7 +4,8 @@
 A coordinator keeps nothing on disk. If it dies, the launchers know all that counts: which members
 live, in which epoch each is, and what it has said last. A launcher connects to the new coordinator
 and reports that. The new one waits until all hosts of the latest epoch have reported, or until it
-has run for a lease: then ranks that nobody has reported are stopped ([Note: leases]).
+has run for a lease: then ranks that nobody has reported are stopped ([Note: leases]). What a
+launcher says after its report, while others have not reported, is heard when all have.
 
 If all ranks of that epoch are there and train, nothing happens: they do not hear of it. Otherwise
 (a rank died meanwhile, or the epoch was just ending or beginning) the epoch is ended, each rank
