@@ -44,6 +44,11 @@ from paceline.shards.tree_sum import (
 from paceline.transport.sparse import add_sparse
 from paceline.types import Reduction, Transport
 
+ONE_BACKWARD = (
+    "Each shard is one forward and one backward: add up the losses of a shard, and call backward() "
+    "once, inside of the loop."
+)
+
 
 class ShardSums:
     """What the shards of one rank add up to.
@@ -55,6 +60,9 @@ class ShardSums:
         weight: Of all shards of this rank so far; None: they are not weighted.
         dtype: Of all sums, if that is not the gradients' own (shards/cast.py).
         arrived: Gradients of the present shard, unless it is the last of this rank.
+        shard: Which one runs.
+        backwards: What has brought local gradients: the shard, and autograd's number of a backward.
+        is_reduced: The step of this round is good, on all ranks.
     """
 
     def __init__(self, policy: Shards, rank: int, world: int) -> None:
@@ -89,6 +97,9 @@ class ShardSums:
         self.last: Node = (0, 0)
         self.weight: float | None = None
         self.arrived = 0
+        self.shard = 0
+        self.backwards: set[tuple[int, int]] = set()
+        self.is_reduced = False
         self._bad: list[tuple[FailureKind, int, list[int]]] = []
 
     # --- shards --------------------------------------------------------------------------------
@@ -151,6 +162,14 @@ class ShardSums:
             ]
             if bad:
                 self._bad.append((FailureKind.NONFINITE, shard, bad))
+
+    def check_backward(self) -> None:
+        """A backward is about to begin a step: a round has one."""
+        if self.is_reduced:
+            raise ConfigurationError(
+                f"Rank {self.shares.rank}, shard {self.shard}: a second backward, after the "
+                f"gradients of all shards have been averaged. {ONE_BACKWARD}"
+            )
 
     # --- buckets -------------------------------------------------------------------------------
 
