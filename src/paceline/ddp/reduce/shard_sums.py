@@ -30,13 +30,14 @@ from paceline.ddp.reduce.sparse import empty_sparse
 from paceline.ddp.reduce.step import Step, report_failure
 from paceline.errors import ConfigurationError
 from paceline.shards.cast import CastSum, cast_all, cast_flat
-from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled
+from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled, scale_all
 from paceline.shards.tree import Node, Shares
 from paceline.shards.tree_sum import (
     Done,
     Mean,
     SparseTreeSum,
     TreeSum,
+    is_added_alike,
     scale_sparse,
     scratch,
     start_tree_sum,
@@ -202,8 +203,8 @@ class ShardSums:
         views = [slot.view for slot in bucket.slots]
         here = self._factor if self.shares.owns_halves else 1.0
         halves, node = self.shares.tree.halves, self.last
-        if here != 1.0 and node in halves:
-            torch._foreach_mul_([view for view in views if view is not None], here)
+        if node in halves:
+            scale_all([view for view in views if view is not None], here)
         for left in self._siblings():
             node = (left[0], node[1])
             before = here if left in halves else 1.0
@@ -252,7 +253,7 @@ class ShardSums:
         assert bucket.flat is not None
         if self.dtype is not None:
             return self._start_cast(transport, bucket, bucket.flat, self.dtype)
-        if is_last and shares.is_pair:
+        if is_last and shares.is_pair and is_added_alike(bucket.flat):
             return transport.start_last(bucket.flat)
         make = functools.partial(self._flats, others, bucket, bucket.flat)
         mean = Mean(self._factor, bucket.spec.numel)
