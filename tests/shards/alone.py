@@ -28,7 +28,7 @@ class Training:
     def __init__(self, name: str) -> None:
         self.case = ELASTIC[name]
         torch.manual_seed(0)
-        self.model = self.case.make()
+        self.model = self.case.make().to(self.case.dtype)
         self.ddp = DDP(self.model, shards=self.case.shards, **self.case.ddp)
         self.optimizers = self.case.optimizers(self.model)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in self.optimizers]

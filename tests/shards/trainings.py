@@ -146,6 +146,8 @@ class Case:
         hook: Registered on the wrapper.
         in_turns: Layers need all shards at once.
         scale: Of losses.
+        dtype: Of parameters.
+        autocasts: Forwards run in bfloat16.
     """
 
     make: Callable[[], nn.Module]
@@ -160,6 +162,8 @@ class Case:
     hook: str = ""
     in_turns: bool = False
     scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    autocasts: bool = False
 
 
 CASES = {
@@ -186,6 +190,19 @@ CASES = {
     ),
     "synced bf16": Case(Synced, sgd, clips=True, hook="bf16_compress_hook", in_turns=True),
     "fp16": Case(mlp, sgd, is_weighted=True, hook="fp16_compress_hook"),
+    # A factor of 1 / 11 or 1 / 3 must be rounded alike wherever it is applied.
+    "bf16 parameters": Case(
+        Transformer, adamw, {"bucket_cap_mb": 0.0005}, shards=11, dtype=torch.bfloat16
+    ),
+    "bf16 parameters of three shards": Case(mlp, sgd, shards=3, dtype=torch.bfloat16, accumulate=2),
+    "weighted bf16 parameters": Case(
+        mlp, sgd, shards=11, dtype=torch.bfloat16, is_weighted=True, clips=True
+    ),
+    "fp16 parameters": Case(
+        mlp, sgd, {"bucket_cap_mb": 0.0005}, shards=11, dtype=torch.float16, scale=8.0
+    ),
+    "float64 parameters": Case(Small, adamw, shards=11, dtype=torch.float64, clips=True),
+    "autocast": Case(mlp, adamw, shards=11, autocasts=True, decays=True),
 }
 
 
@@ -229,7 +246,7 @@ def train(case: Case, steps: int, *, transport: str = "auto", **loading: Any) ->
     torch.manual_seed(dist.get_rank())  # a rank's own stream must not matter
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = case.make()
+        model = case.make().to(case.dtype)
     ddp = DDP(model, shards=case.shards, transport=transport, **case.ddp)
     if case.hook:
         ddp.register_comm_hook(None, getattr(paceline.hooks, case.hook))
@@ -271,7 +288,9 @@ def run_round(case: Case, ddp: Any, batch: Any) -> None:
 
 def run_shard(case: Case, ddp: Any, shard: int, x: Tensor, y: Tensor) -> None:
     with ddp.weighted(shard % 3) if case.is_weighted else contextlib.nullcontext():
-        (F.mse_loss(ddp(x), y) * case.scale).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.autocasts):
+            loss = F.mse_loss(ddp(x.to(case.dtype)), y.to(case.dtype))
+        (loss * case.scale).backward()
 
 
 def train_all(names: list[str], steps: int, transports: list[str]) -> dict[str, str]:

@@ -74,9 +74,9 @@ class ForwardPass:
         self, ddp: DistributedDataParallel, reducer: Reducer, inputs: Any, kwargs: Any
     ) -> None:
         has_equal_buffers = False
+        if ddp._shard_rounds is not None and not is_inside_backward():
+            ddp._shard_rounds.on_forward(is_training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            if ddp._shard_rounds is not None and not is_inside_backward():
-                ddp._shard_rounds.on_forward()
             self.begin(ddp, reducer, inputs, kwargs)
         if reducer.clock.observer is not None:
             tell_forward(reducer.clock.observer, inputs, kwargs)

@@ -96,8 +96,9 @@ class ShardedTraining:
             optimizer.step()
 
         Args:
-            batch: What :class:`paceline.ShardLoader` yields; or tensors, also in tuples, lists and
-                dicts, with the samples of this rank's shards one after the other.
+            batch: What :class:`paceline.ShardLoader` yields; or tensors, numpy arrays and lists
+                with one entry for each sample, also in tuples, lists, dicts, dataclasses and
+                registered types, with the samples of this rank's shards one after the other.
         """
         yield from self._rounds("shards()").run(self, batch)  # type: ignore[arg-type]
 

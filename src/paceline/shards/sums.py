@@ -13,7 +13,8 @@ buckets full of zeros has lost.
 [Note: the mean]
 The mean is the sum times 1 / shards. It is taken below the root: its two children are multiplied,
 then added. Whoever adds up a child has it in a cache; two ranks that own one each exchange what is
-scaled already. To multiply the sum instead would be a further pass over all gradients.
+scaled already. To multiply the sum instead would be a further pass over all gradients. Whoever
+multiplies does it as :func:`scale_all` or ``mul_``, which round alike in every dtype.
 """
 
 from __future__ import annotations
@@ -78,11 +79,23 @@ def add_scaled(
 def _add_scaled(
     targets: list[torch.Tensor], sources: list[torch.Tensor], before: float, after: float
 ) -> None:
-    if before != 1.0:
-        torch._foreach_mul_(sources, before)
+    scale_all(sources, before)
     torch._foreach_add_(targets, sources)
-    if after != 1.0:
-        torch._foreach_mul_(targets, after)
+    scale_all(targets, after)
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply in place; each element is rounded once, as by ``mul_``.
+
+    On the CPU, ``_foreach_mul_`` rounds the factor to float16 or bfloat16 first.
+    """
+    if factor == 1.0 or not tensors:
+        return
+    if all(each.itemsize >= 4 or not each.is_cpu for each in tensors):
+        torch._foreach_mul_(list(tensors), factor)
+        return
+    for each in tensors:
+        each.mul_(factor)
 
 
 def add_nothing(tensor: torch.Tensor) -> torch.Tensor:

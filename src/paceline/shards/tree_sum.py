@@ -67,10 +67,17 @@ def start_tree_sum(
     """
     if not shares.owns_halves:
         return TreeSum(transport, shares, parts, target, mean)
+    if shares.is_pair and not is_added_alike(target):
+        return TreeSum(transport, shares, parts, target)
     only = parts()[0]
     if only is not target:
         target.copy_(only)
     return transport.start(target) if shares.is_pair else Done()
+
+
+def is_added_alike(flat: torch.Tensor) -> bool:
+    """Whether any transport adds two of these with torch's bits; small dtypes are left to torch."""
+    return flat.itemsize >= 4
 
 
 def scratch(shares: Shares, name: str, numel: int, like: torch.Tensor) -> torch.Tensor:

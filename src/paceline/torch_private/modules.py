@@ -44,6 +44,7 @@ __all__ = [
     "embedding_bag_weights_backward",
     "knows_sync_batch_norm",
     "move_inputs",
+    "rebuild_registered",
     "registered_contents",
     "replicate_as_torch",
     "replicates_itself",
@@ -140,3 +141,9 @@ def registered_contents(value: Any) -> list[Any]:
     """Return what a type holds that its author has registered with torch's pytrees."""
     node = _pytree.SUPPORTED_NODES.get(type(value))
     return list(node.flatten_fn(value)[0]) if node is not None else []
+
+
+def rebuild_registered(like: Any, parts: list[Any]) -> Any:
+    """Build such a type anew, with other contents."""
+    node = _pytree.SUPPORTED_NODES[type(like)]
+    return node.unflatten_fn(parts, node.flatten_fn(like)[1])

@@ -5,9 +5,8 @@ mean of what the shards have made of it, added up by the tree of the gradients; 
 the largest. A buffer that no shard has changed stays as it is. Owned by the loop over shards.
 
 [Note: which buffers travel]
-Those that some shard has changed before, in this group: all ranks know the same ones. A rank that
-changes another one raises a flag, which travels with the integers, and it is taken up on all ranks
-in the same round.
+Those that some shard of some rank has changed in this round: flags say which, so all ranks know the
+same ones. The others are not touched: the mean of equal values need not be that value.
 """
 
 from __future__ import annotations
@@ -31,11 +30,6 @@ class ShardBuffers:
 
     def __init__(self, sync: BufferSync) -> None:
         self._sync = sync
-        self._known: set[str] = set()
-
-    def forget(self) -> None:
-        """Begin anew, with another group."""
-        self._known = set()
 
     def open(self, shares: Shares, without: Collection[str] = ()) -> None:
         """Begin a round: what is there now is where every shard begins.
@@ -81,18 +75,18 @@ class ShardBuffers:
         names = list(self._named)
         changed = set().union(*self._found)
         with torch.no_grad(), preserve_versions(tuple(self._named.values())):
-            self._known |= self._agree_on_changed(names, changed)
-            known = [name for name in names if name in self._known]
-            self._combine_integers([n for n in known if not self._is_mean(n)])
-            for dtype in sorted({self._named[n].dtype for n in known if self._is_mean(n)}, key=str):
-                self._combine([n for n in known if self._named[n].dtype == dtype])
+            agreed = self._agree_on_changed(names, changed)
+            found = [name for name in names if name in agreed]
+            self._combine_integers([n for n in found if not self._is_mean(n)])
+            for dtype in sorted({self._named[n].dtype for n in found if self._is_mean(n)}, key=str):
+                self._combine([n for n in found if self._named[n].dtype == dtype])
         self._found = []
 
     def _agree_on_changed(self, names: Sequence[str], changed: set[str]) -> set[str]:
-        """Return what some shard of some rank has changed that was not known."""
+        """Return what some shard of some rank has changed."""
         if self._shares.world == 1:
             return changed
-        flags = torch.tensor([int(n in changed and n not in self._known) for n in names])
+        flags = torch.tensor([int(n in changed) for n in names])
         flags = flags.to(self._named[names[0]].device)
         self._sync.transport.messages.maximum("which buffers shards changed", flags)
         return {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
@@ -140,6 +134,15 @@ class ShardBuffers:
             buffer.copy_(piece.view(buffer.shape))
 
 
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit for bit, as far as a value is concerned; NaN counts as changed."""
-    return torch.equal(left, right)
+    """Bit for bit: -0.0 is not 0.0, and a NaN is itself."""
+    return torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.contiguous().view(_OF_SIZE[tensor.itemsize])

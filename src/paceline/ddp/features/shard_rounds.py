@@ -9,24 +9,43 @@ all without synchronisation. Then a backward of its own brings what the last one
 
 [Note: rounds that do not end]
 An exception, or ``break``, leaves a round in the middle, while peers wait in its step. The next
-round of this rank then only tells them, so that all ranks raise. The generator of the loop may live
-as long as the exception's traceback; a round that is not the present one touches nothing any more.
+round of this rank, or its ``optimizer.step()``, then only tells them, so that all ranks raise. The
+generator of the loop may live as long as the exception's traceback; a round that is not the present
+one touches nothing any more.
+
+[Note: rounds that are left at their last shard]
+Once the step of a round is good, it is so on all ranks, and the round counts, however a rank leaves
+its loop: ``zip(owned, ddp.shards(batch))`` leaves the generator at its last ``yield``, and so does
+``break`` there. What needs no other rank is done when the generator is closed. Buffers do need the
+others, and nobody hears of an error in a generator that is closed: they follow at what comes next,
+a forward, ``optimizer.step()`` or a round (:meth:`ShardRounds.settle`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from paceline.config import GradientViews, Shards
+from paceline.config import Shards
 from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.autograd.deliver import carrier_of
+from paceline.ddp.autograd.optimizer_steps import observe_optimizers
+from paceline.ddp.features.shard_accumulation import add_gradients, take_gradients
 from paceline.ddp.features.shard_buffers import ShardBuffers
+from paceline.ddp.features.shard_errors import (
+    check_backwards,
+    check_begin,
+    check_forwards,
+    check_weight,
+    needs_run_shards,
+    outside_of_loop,
+    update_inside_of_loop,
+)
 from paceline.ddp.features.shard_meeting import ShardMeeting
 from paceline.ddp.features.shard_places import Place, ShardPlaces
 from paceline.ddp.features.shard_record import ShardRecord
@@ -39,7 +58,6 @@ from paceline.shards.sums import Gradients
 from paceline.shards.tree import Node, Shares
 from paceline.shards.turns import Turns
 from paceline.torch_private.modules import TorchDDP
-from paceline.transport.sparse import add_sparse
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
@@ -53,6 +71,7 @@ class ShardRounds:
     Attributes:
         round: How many rounds are complete. Streams of random numbers begin with it, so that a
             training that goes on from a checkpoint must be told.
+        parameters: Whose optimizers tell of their steps.
     """
 
     def __init__(
@@ -70,6 +89,10 @@ class ShardRounds:
         self._buffers = buffers
         self._policy: Shards = sums.policy
         self._token: object | None = None
+        self._ddp: weakref.ref[TorchDDP] | None = None
+        self._before: Gradients = []
+        self._has_buffers = True
+        self._owes_buffers = False
         self._begun_at = -1
         self._position = 0
         self._forwards: Counter[int] = Counter()
@@ -78,12 +101,14 @@ class ShardRounds:
         self._weight: float | None = None
         self._own: OwnStreams | None = None
         self.round = 0
+        self.parameters: Sequence[torch.Tensor] = reducer.parameters
+        observe_optimizers(self)
 
     def regroup(self, rank: int, world: int) -> None:
         """Go on as another rank, among others; what was under way is forgotten."""
         self._sums.regroup(rank, world)
-        self._buffers.forget()
         self._token = self._own = None
+        self._before, self._owes_buffers = [], False
         self._begun_at = -1
 
     @property
@@ -114,14 +139,11 @@ class ShardRounds:
     def run(self, ddp: TorchDDP, batch: Any) -> Iterator[Any]:
         """Yield a micro-batch for each shard of this rank."""
         if self._meeting.is_needed:
-            raise ConfigurationError(
-                f"Rank {self._reducer.rank}: SyncBatchNorm needs all shards at once, but this loop "
-                "runs them one after the other. Give what it does to "
-                "ddp.run_shards(batch, function), which runs them in turns; or use BatchNorm, "
-                "whose statistics are the shard's own."
-            )
-        with self._round(ddp, batch) as micros:
-            owned, policy = self.shares.owned, self._reducer.runner.context.policy
+            raise needs_run_shards(self._reducer.rank)
+        micros = self._begin(ddp, batch)
+        token, policy = self._token, self._reducer.runner.context.policy
+        owned = self.shares.owned
+        try:
             for self._position, micro in enumerate(micros):
                 shard = owned[self._position]
                 seed_all(self._seed(shard))
@@ -130,31 +152,28 @@ class ShardRounds:
                 else:
                     node = (self._staying[0], shard + 1)
                 self._sums.last, self._sums.arrived = node, 0
+                self._sums.shard = shard
                 ddp.require_backward_grad_sync = shard == owned[-1]
                 self._record.take_input(shard, micro)
                 yield micro
+                if self._token is not token:
+                    return  # it has been ended from outside, by what comes after the loop
                 self._end_shard(shard, node, is_last=shard == owned[-1])
-
-    @contextlib.contextmanager
-    def _round(self, ddp: TorchDDP, batch: Any) -> Iterator[Sequence[Any]]:
-        """Begin a round, and end it: well, or in the middle ([Note: rounds that do not end])."""
-        self._check(ddp)
-        owned = self.shares.owned
-        micros = cut_batch(batch, owned, self._policy.count, self._reducer.rank)
-        token = self._open(owned)
-        before = self._take_old()
-        try:
-            yield micros
-            self._buffers.close()
-            self._add_old(before)
-            self._record.close()
-            self.round += 1
-            before = []
+            self.settle()
         finally:
             if self._token is token:
-                self._close(ddp)
-                for parameter, old in zip(self._reducer.parameters, before, strict=False):
-                    parameter.grad = old
+                self._leave()
+
+    def _begin(self, ddp: TorchDDP, batch: Any) -> Sequence[Any]:
+        """Begin a round; return its micro-batches."""
+        syncs = ddp.require_backward_grad_sync or self._token is not None  # a loop is suspended
+        check_begin(self._policy, self._reducer.rank, syncs=syncs)
+        owned = self.shares.owned
+        micros = cut_batch(batch, owned, self._policy.count, self._reducer.rank)
+        self._open(ddp, owned)
+        views = self._reducer.runner.context.policy.views
+        self._before = take_gradients(self.parameters, views)
+        return micros
 
     def _seed(self, shard: int) -> int:
         return stream_seed(self._policy.seed, self.round, shard)
@@ -167,7 +186,8 @@ class ShardRounds:
         """Run a function for each shard of this rank; in turns, if layers need all shards."""
         if not self._meeting.is_needed:
             return [function(micro) for micro in self.run(ddp, batch)]
-        with self._round(ddp, batch) as micros:
+        micros = self._begin(ddp, batch)
+        try:
             try:
                 ddp.require_backward_grad_sync = False
                 places, results = self._run_in_turns(micros, function)
@@ -180,7 +200,12 @@ class ShardRounds:
                 raise
             finally:
                 self._meeting.close()
+            self._has_buffers = False  # places have put them back
             self._deliver(ddp, found)
+            self.settle()
+        finally:
+            if self._token is not None:
+                self._leave()
         return results
 
     def _run_in_turns(
@@ -197,15 +222,16 @@ class ShardRounds:
 
     def _on_turn(self, position: int) -> None:
         self._position = self._meeting.position = position
+        self._sums.shard = self.shares.owned[position]
 
     def _end_turns(self, shard: int, place: Place) -> Gradients:
         """All shards have run: see what one has left."""
-        self._check_forwards(shard, self._forwards[shard])
         if all(gradient is None for gradient in place.gradients):
             raise ConfigurationError(
                 f"Rank {self._reducer.rank}, shard {shard}: it has brought no gradient at all. The "
                 "function that run_shards calls runs a forward and its backward."
             )
+        self._check_shard(shard)
         self._buffers.add(place.changed)
         return place.gradients
 
@@ -225,9 +251,11 @@ class ShardRounds:
 
     # --- begin and end -------------------------------------------------------------------------
 
-    def _open(self, owned: range) -> object:
-        self._tell_of_broken_round(owned)
-        self._token = token = object()
+    def _open(self, ddp: TorchDDP, owned: range) -> None:
+        self.settle()
+        self._tell_of_broken_round()
+        self._token = object()
+        self._ddp = weakref.ref(ddp)
         self._reducer.end_shard()
         self._begun_at = self._reducer.counters.steps
         self._staying = None
@@ -236,37 +264,68 @@ class ShardRounds:
         self._forwards.clear()
         same = self._meeting.buffer_names if self._meeting.is_needed else ()
         self._buffers.open(self._sums.shares, without=same)
+        self._has_buffers = True
         self._record.open(self.round, self._reducer.rank)
-        return token
 
-    def _tell_of_broken_round(self, owned: range) -> None:
-        """Tell the peers, who wait in the step of a round that this rank did not end."""
-        if self._own is not None:
-            self._own.put_back()
-            self._own = None
-        if self._begun_at != self._reducer.counters.steps:
-            return
-        self._sums.open()
-        if self._reducer.runner.step_in_flight is not None:
-            self._reducer.prepare_forward()  # its backward raised
-            return
-        detail = f"its loop over shards {owned.start} to {owned.stop - 1} did not run to its end"
-        self._reducer.runner.refuse(FailureKind.BACKWARD_RAISED, detail)
+    def settle(self) -> None:
+        """End a round whose step is good: give all ranks its buffers. Collective, if it is owed.
 
-    def _close(self, ddp: TorchDDP) -> None:
-        self._token = None
+        All ranks owe it, once, after the same step.
+        """
+        if self._token is not None:
+            self._leave()
+        if self._owes_buffers:
+            self._owes_buffers = False
+            self._buffers.close()
+            self._record.close()
+
+    def _leave(self) -> None:
+        """The loop has been left: well, or in the middle ([Note: rounds that do not end])."""
+        is_good = self._sums.is_reduced
+        self._token, before, self._before = None, self._before, []
         self._reducer.end_shard()
-        ddp.require_backward_grad_sync = True
+        ddp = self._ddp() if self._ddp is not None else None
+        if ddp is not None:
+            ddp.require_backward_grad_sync = True
         if self._own is not None:
             self._own.put_back()
             self._own = None
         self._sums.close()
+        self._take_buffers()
+        if is_good:
+            add_gradients(self.parameters, before)
+            self.round += 1
+            self._owes_buffers = True
+            return
+        for parameter, old in zip(self._reducer.parameters, before, strict=False):
+            parameter.grad = old
+
+    def _take_buffers(self) -> None:
+        if self._has_buffers:
+            self._has_buffers = False
+            self._buffers.take()
+
+    def _tell_of_broken_round(self) -> None:
+        """Tell the peers, who wait in the step of a round that this rank did not end."""
+        if self._begun_at != self._reducer.counters.steps:
+            return
+        owned = self.shares.owned
+        detail = f"its loop over shards {owned.start} to {owned.stop - 1} did not run to its end"
+        self._sums.open()
+        try:
+            if self._reducer.runner.step_in_flight is not None:
+                self._reducer.prepare_forward()  # its backward raised
+            else:
+                self._reducer.runner.refuse(FailureKind.BACKWARD_RAISED, detail)
+        finally:
+            self._sums.close()
 
     def _end_shard(self, shard: int, node: Node, *, is_last: bool) -> None:
-        self._check_forwards(shard, self._forwards[shard])
-        self._buffers.take()
+        self._take_buffers()
+        self._check_shard(shard, is_last=is_last)
         if is_last:
             return
+        self._has_buffers = True
         self._reducer.end_shard()
         parameters = self._reducer.parameters
         policy = self._reducer.runner.context.policy
@@ -280,89 +339,53 @@ class ShardRounds:
         with torch.no_grad():
             self._sums.push(node, gradients, self._weight, policy)
 
-    def _check_forwards(self, shard: int, forwards: int) -> None:
-        if forwards != 1:
-            raise ConfigurationError(
-                f"Rank {self._reducer.rank}, shard {shard}: the loop over shards has run "
-                f"{forwards} forwards with gradients through the wrapper. Each shard is one "
-                "forward and one backward; use torch.no_grad() for everything else."
-            )
+    def _check_shard(self, shard: int, *, is_last: bool = False) -> None:
+        """See that a shard was one forward and one backward."""
+        sums, policy = self._sums, self._reducer.runner.context.policy
+        check_forwards(self._reducer.rank, shard, self._forwards[shard])
+        local = sum(owner == shard for owner, _ in sums.backwards)
+        found = local + (is_last and sums.is_reduced)
+        # A shard may bring nothing at all where parameters may go unused.
+        check_backwards(self._reducer.rank, shard, found, may_be_none=policy.tracks_unused)
+
+    # --- optimizers ----------------------------------------------------------------------------
+
+    def on_optimizer_begin(self) -> None:
+        """An optimizer of these parameters is about to step: the round must be complete.
+
+        Raises:
+            ConfigurationError: In the middle of the loop.
+            PeerFailedError: On all ranks, if this one has not run its loop to its end.
+        """
+        if self._token is not None and not self._sums.is_reduced:
+            raise update_inside_of_loop(self._reducer.rank, self.shares.owned)
+        self.settle()
+        self._tell_of_broken_round()
+
+    def on_optimizer_step(self) -> None:
+        """See :class:`paceline.ddp.autograd.optimizer_steps.Observer`."""
 
     # --- forwards ------------------------------------------------------------------------------
 
-    def on_forward(self) -> None:
-        """A forward with gradients begins."""
+    def on_forward(self, *, is_training: bool) -> None:
+        """A forward begins; in training it has gradients."""
         rank = self._reducer.rank
         if self._token is None:
-            raise ConfigurationError(
-                f"Rank {rank}: a wrapper with shards={self._policy.count} is trained inside of "
-                "`for micro in ddp.shards(batch):`. Run evaluations under torch.no_grad()."
-            )
-        self._forwards[self.shares.owned[self._position]] += 1
-        weight = self._reducer.runner.weight
-        if weight is not None and self._meeting.turns is not None:
-            raise ConfigurationError(
-                f"Rank {rank}: weighted(n) and a SyncBatchNorm over shards exclude each other: the "
-                "backward mixes what shards bring, before it can be weighted. Multiply each "
-                "shard's loss with n V / sum(n) of all V shards instead."
-            )
-        if self._position and (weight is None) != (self._sums.weight is None):
-            raise ConfigurationError(
-                f"Rank {rank}: some shards of a round are inside of weighted(n), and some are not. "
-                "Use it for all, or for none."
-            )
-        self._weight = weight
+            self.settle()
+        if not is_training:
+            return
+        if self._token is None:
+            raise outside_of_loop(rank, self._policy.count)
+        shard = self.shares.owned[self._position]
+        self._forwards[shard] += 1
+        check_forwards(rank, shard, self._forwards[shard])
+        weight = self._weight = self._reducer.runner.weight
+        is_other = bool(self._position) and (weight is None) != (self._sums.weight is None)
+        check_weight(rank, weight, is_other=is_other, in_turns=self._meeting.turns is not None)
         if weight is not None:
-            if weight != int(weight):
-                raise ConfigurationError(
-                    f"Rank {rank}: weighted({weight}) with shards: take whole numbers, such as "
-                    "samples or tokens, whose sum is exact in any order."
-                )
             self._sums.weight = (self._sums.weight or 0.0) + weight
 
     def on_output(self, output: Any) -> None:
         """A forward with gradients has ended."""
         if self._token is not None:
             self._record.take_output(self._sums.shares.owned[self._position], output)
-
-    # --- accumulation --------------------------------------------------------------------------
-
-    def _take_old(self) -> Gradients:
-        """Take gradients of earlier rounds away; what the round brings is added to them."""
-        parameters = self._reducer.parameters
-        before: Gradients = [parameter.grad for parameter in parameters]
-        is_overwritten = self._reducer.runner.context.policy.views is GradientViews.ALWAYS
-        for index, parameter in enumerate(parameters):
-            gradient = before[index]
-            if is_overwritten and gradient is not None:
-                before[index] = gradient.clone()
-            parameter.grad = None
-        return before
-
-    def _add_old(self, before: Sequence[torch.Tensor | None]) -> None:
-        with torch.no_grad():
-            for parameter, old in zip(self._reducer.parameters, before, strict=True):
-                if old is None:
-                    continue
-                if parameter.grad is None:
-                    parameter.grad = old
-                elif old.is_sparse or parameter.grad.is_sparse:
-                    parameter.grad = add_sparse(old, parameter.grad)
-                else:
-                    parameter.grad.add_(old)
-
-    def _check(self, ddp: TorchDDP) -> None:
-        rank, threads = self._reducer.rank, self._policy.threads
-        if torch.get_num_threads() != threads:
-            raise ConfigurationError(
-                f"Rank {rank}: torch uses {torch.get_num_threads()} threads, but its shards are "
-                f"pinned to {threads}, because kernels change their bits with it. Leave "
-                "torch.set_num_threads alone, or give DistributedDataParallel "
-                f"shards=paceline.Shards({self._policy.count}, threads={torch.get_num_threads()})."
-            )
-        if not ddp.require_backward_grad_sync and self._token is None:
-            raise ConfigurationError(
-                f"Rank {rank}: no_sync() and shards exclude each other. A round over shards is "
-                "always reduced, and is added to the gradients that are there: to accumulate, run "
-                "several rounds before optimizer.step()."
-            )

@@ -64,6 +64,8 @@ class StepFinisher:
         elif step.zeroed:
             _zero(step, buckets)
         publish(step, block, buckets)
+        if self._context.shards is not None:
+            self._context.shards.is_reduced = True
         return is_skipped
 
     def finish_joined(self, block: ControlBlock, drift: Drift) -> None:

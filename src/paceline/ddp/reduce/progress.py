@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from paceline.buckets import Slot
 from paceline.config import MissingGradients
@@ -19,8 +20,10 @@ from paceline.ddp.reduce.context import ReduceContext
 from paceline.ddp.reduce.copy_in import BATCH_SLOTS, GradientCopier
 from paceline.ddp.reduce.handover import Handover
 from paceline.ddp.reduce.launch import Launcher
+from paceline.ddp.reduce.shard_sums import ShardSums
 from paceline.ddp.reduce.sparse import copy_in_sparse
 from paceline.ddp.reduce.step import Step
+from paceline.torch_private.autograd import backward_id, enclosing_backward_node, queue_callback
 
 
 class StepProgress:
@@ -93,7 +96,25 @@ class StepProgress:
                     self._context.usage.flags[index] = 1
         if shards is not None:
             shards.arrived += len(taken)
+            if shards.is_open and not is_over:
+                self._note_backward(shards)
             self._queue.due = UNKNOWN_ARRIVALS if shards.is_open and not is_over else 1
+
+    def _note_backward(self, shards: ShardSums) -> None:
+        """Note which backward brings a shard's gradients; its end lets another one be heard.
+
+        Where checkpointing runs it inside of another one, as often as it likes, that one counts.
+        """
+
+        def note(*_: Any) -> None:
+            shards.backwards.add((shards.shard, backward_id()))
+            queue_callback(partial(self.count_local, is_over=True))
+
+        outer = enclosing_backward_node()
+        if outer is None:
+            note()
+        else:
+            outer.register_hook(note)
 
     def _fail_unexpected(self, step: Step, slot: Slot) -> None:
         arrivals = self._arrivals

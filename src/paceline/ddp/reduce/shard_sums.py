@@ -30,19 +30,25 @@ from paceline.ddp.reduce.sparse import empty_sparse
 from paceline.ddp.reduce.step import Step, report_failure
 from paceline.errors import ConfigurationError
 from paceline.shards.cast import CastSum, cast_all, cast_flat
-from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled
+from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled, scale_all
 from paceline.shards.tree import Node, Shares
 from paceline.shards.tree_sum import (
     Done,
     Mean,
     SparseTreeSum,
     TreeSum,
+    is_added_alike,
     scale_sparse,
     scratch,
     start_tree_sum,
 )
 from paceline.transport.sparse import add_sparse
 from paceline.types import Reduction, Transport
+
+ONE_BACKWARD = (
+    "Each shard is one forward and one backward: add up the losses of a shard, and call backward() "
+    "once, inside of the loop."
+)
 
 
 class ShardSums:
@@ -55,6 +61,9 @@ class ShardSums:
         weight: Of all shards of this rank so far; None: they are not weighted.
         dtype: Of all sums, if that is not the gradients' own (shards/cast.py).
         arrived: Gradients of the present shard, unless it is the last of this rank.
+        shard: Which one runs.
+        backwards: What has brought local gradients: the shard, and autograd's number of a backward.
+        is_reduced: The step of this round is good, on all ranks.
     """
 
     def __init__(self, policy: Shards, rank: int, world: int) -> None:
@@ -89,6 +98,9 @@ class ShardSums:
         self.last: Node = (0, 0)
         self.weight: float | None = None
         self.arrived = 0
+        self.shard = 0
+        self.backwards: set[tuple[int, int]] = set()
+        self.is_reduced = False
         self._bad: list[tuple[FailureKind, int, list[int]]] = []
 
     # --- shards --------------------------------------------------------------------------------
@@ -152,6 +164,14 @@ class ShardSums:
             if bad:
                 self._bad.append((FailureKind.NONFINITE, shard, bad))
 
+    def check_backward(self) -> None:
+        """A backward is about to begin a step: a round has one."""
+        if self.is_reduced:
+            raise ConfigurationError(
+                f"Rank {self.shares.rank}, shard {self.shard}: a second backward, after the "
+                f"gradients of all shards have been averaged. {ONE_BACKWARD}"
+            )
+
     # --- buckets -------------------------------------------------------------------------------
 
     def tell(self, step: Step, slots: Sequence[Slot]) -> None:
@@ -183,8 +203,8 @@ class ShardSums:
         views = [slot.view for slot in bucket.slots]
         here = self._factor if self.shares.owns_halves else 1.0
         halves, node = self.shares.tree.halves, self.last
-        if here != 1.0 and node in halves:
-            torch._foreach_mul_([view for view in views if view is not None], here)
+        if node in halves:
+            scale_all([view for view in views if view is not None], here)
         for left in self._siblings():
             node = (left[0], node[1])
             before = here if left in halves else 1.0
@@ -233,7 +253,7 @@ class ShardSums:
         assert bucket.flat is not None
         if self.dtype is not None:
             return self._start_cast(transport, bucket, bucket.flat, self.dtype)
-        if is_last and shares.is_pair:
+        if is_last and shares.is_pair and is_added_alike(bucket.flat):
             return transport.start_last(bucket.flat)
         make = functools.partial(self._flats, others, bucket, bucket.flat)
         mean = Mean(self._factor, bucket.spec.numel)

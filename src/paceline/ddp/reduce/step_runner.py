@@ -178,6 +178,8 @@ class StepRunner(ManualFinish):
                 error = autograd_grad_error(self.context.transport.rank)
                 self.context.on_error(error)
                 raise error
+            if self.context.shards is not None:
+                self.context.shards.check_backward()
             self._begin(in_context=False)
 
     def on_gradients(self) -> None:
