@@ -62,7 +62,7 @@ ROOMS = {
     ),
     "shm": ({"backend"}, {"collectives"}, {"attach"}, {"diagnose"}, {"core"}),
     "ddp": ({"features"}, {"reduce"}, {"agree"}, {"autograd"}),
-    "observe": ({"live"}, {"stall"}, {"recording"}, {"metrics"}, {OTHERS}),
+    "observe": ({"live", "launched"}, {"stall"}, {"recording"}, {"metrics"}, {OTHERS}),
     "report": ({"page"}, {"compare", "figures", "trace", "wording"}, {"analysis"}, {OTHERS}),
     "launch": ({"job"}, {"local_ranks", "server_process"}, {OTHERS}),
     "cli": ({"demo"}, {"demo_training"}, {"bench"}, {OTHERS}),

@@ -15,6 +15,7 @@ child of the server: so the server can end all that came from it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -330,4 +331,7 @@ def main(setup: dict[str, Any]) -> NoReturn:
     pipe, connection = child
     if connection is not None:
         inherit_fork_server(connection)
+    if "triton" in sys.modules:
+        # What is frozen is never collected, and at the end Triton prints each such object as a leak.
+        atexit.register(gc.unfreeze)
     sys.exit(_run_order(pipe))
