@@ -28,7 +28,7 @@ from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.autograd.deliver import carrier_of
 from paceline.ddp.features.shard_buffers import ShardBuffers
 from paceline.ddp.features.shard_meeting import ShardMeeting
-from paceline.ddp.features.shard_places import Place, ShardPlaces
+from paceline.ddp.features.shard_places import ShardPlace, ShardPlaces
 from paceline.ddp.features.shard_record import ShardRecord
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.ddp.reduce.shard_sums import ShardSums
@@ -198,7 +198,7 @@ class ShardRounds:
     def _on_turn(self, position: int) -> None:
         self._position = self._meeting.position = position
 
-    def _end_turns(self, shard: int, place: Place) -> Gradients:
+    def _end_turns(self, shard: int, place: ShardPlace) -> Gradients:
         """All shards have run: see what one has left."""
         self._check_forwards(shard, self._forwards[shard])
         if all(gradient is None for gradient in place.gradients):
