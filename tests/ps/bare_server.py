@@ -1,6 +1,6 @@
 """Servers without a socket, tables of all kinds and messages for them, plain and damaged.
 
-For the tests that compare the native core with Python: ``tests/ps/state/test_plain_messages.py``
+For the tests that compare the native core with Python: ``tests/ps/state/test_native_messages.py``
 (messages one by one) and ``tests/ps/server/test_native_loop.py`` (from ring to ring).
 """
 

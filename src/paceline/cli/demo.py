@@ -25,7 +25,7 @@ from paceline.errors import ConfigurationError
 from paceline.launch.environment import usable_cores
 
 if TYPE_CHECKING:
-    from paceline.cli.demo_training import Digits, Note, Outcome
+    from paceline.cli.demo_training import DemoNote, DemoOutcome, Digits
 
 MIN_ACCURACY = 0.93
 TIMEOUT_S = 600.0
@@ -87,7 +87,7 @@ def _threads(ranks: int) -> int:
     return max(1, usable_cores() // ranks)
 
 
-def _train(args: argparse.Namespace, console: Console) -> list[Outcome]:
+def _train(args: argparse.Namespace, console: Console) -> list[DemoOutcome]:
     """Return the outcome of the first rank of each wrapper."""
     from paceline.cli.demo_training import WRAPPERS, Recipe, train
     from paceline.testing import run_ranks
@@ -128,7 +128,7 @@ def _load_digits(seed: int) -> Digits:
 
 
 def _table(
-    args: argparse.Namespace, outcomes: list[Outcome], notes: dict[str, list[Note]]
+    args: argparse.Namespace, outcomes: list[DemoOutcome], notes: dict[str, list[DemoNote]]
 ) -> Table:
     from paceline.cli.bench.harness.comparison import Comparison
     from paceline.cli.demo_training import PACELINE, TORCH
@@ -154,7 +154,7 @@ def _table(
     return table
 
 
-def _show_last_words(ranks: int, notes: dict[str, list[Note]], console: Console) -> None:
+def _show_last_words(ranks: int, notes: dict[str, list[DemoNote]], console: Console) -> None:
     console.print(
         f"Then rank {ranks - 1} was killed (SIGKILL) in the middle of a backward. "
         f"{'Rank 0 raised' if ranks == 2 else 'The others raised'}:",
@@ -170,7 +170,7 @@ def _show_last_words(ranks: int, notes: dict[str, list[Note]], console: Console)
         console.print(Panel(escape(text), title=wrapper, title_align="left"), highlight=False)
 
 
-def _lose_a_rank(wrapper: str, ranks: int) -> list[Note]:
+def _lose_a_rank(wrapper: str, ranks: int) -> list[DemoNote]:
     """Run ranks of which one dies; return their memory, and what the others say."""
     from paceline.cli.demo_training import lose_a_rank, read_notes
     from paceline.testing import RanksFailedError, run_ranks

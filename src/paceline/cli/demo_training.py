@@ -59,7 +59,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoOutcome:
     """What a rank returns.
 
     Attributes:
@@ -75,12 +75,12 @@ class Outcome:
     travelled_over: str
 
 
-def train(digits: Digits, recipe: Recipe) -> Outcome:
+def train(digits: Digits, recipe: Recipe) -> DemoOutcome:
     """Train in turn with the other wrapper's ranks, evaluate, and return what happened."""
     sets = RankSets(recipe.ranks, list(WRAPPERS))
     torch.manual_seed(recipe.seed)
     model = WRAPPERS[sets.name](_network(), process_group=sets.group)
-    return Outcome(
+    return DemoOutcome(
         wrapper=sets.name,
         turns_ms=_fit(model, digits, recipe, sets),
         accuracy=_accuracy(model, digits),
@@ -160,7 +160,7 @@ def _travelled_over(model: nn.Module) -> str:
 
 
 @dataclass(frozen=True)
-class Note:
+class DemoNote:
     """What a rank leaves behind in a folder; written before and after a rank is killed.
 
     Attributes:
@@ -195,7 +195,7 @@ def lose_a_rank(wrapper: str, folder: Path) -> None:
     peak_bytes = _memory_bytes("VmHWM", rank)
     if base_bytes is not None and peak_bytes is not None:
         peak_bytes -= base_bytes
-    _write(folder, Note(rank, peak_bytes))
+    _write(folder, DemoNote(rank, peak_bytes))
     if victim == 0:
         return
     try:
@@ -203,7 +203,7 @@ def lose_a_rank(wrapper: str, folder: Path) -> None:
         steps.run(1)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        _write(folder, Note(rank, peak_bytes, time.monotonic(), text))
+        _write(folder, DemoNote(rank, peak_bytes, time.monotonic(), text))
 
 
 class _Steps:
@@ -237,15 +237,15 @@ def _die(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write(folder: Path, note: Note) -> None:
+def _write(folder: Path, note: DemoNote) -> None:
     part = folder / f"{note.rank}.part"
     part.write_text(json.dumps(asdict(note)))
     part.rename(folder / f"{note.rank}.json")
 
 
-def read_notes(folder: Path) -> list[Note]:
+def read_notes(folder: Path) -> list[DemoNote]:
     """Return what the ranks noted, in their order; ``at_s`` counts from the kill."""
-    notes = [Note(**json.loads(file.read_text())) for file in folder.glob("*.json")]
+    notes = [DemoNote(**json.loads(file.read_text())) for file in folder.glob("*.json")]
     killed = folder / KILLED
     killed_s = float(killed.read_text()) if killed.exists() else 0.0
     return [

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.ddp.reduce.reducer import Reducer
-from paceline.ddp.reduce.step_state import Phase
+from paceline.ddp.reduce.step_state import StepPhase
 from paceline.forks import finalize_here
 from paceline.native.extension import native
 from paceline.observe.run_folder import RunFolder
@@ -66,7 +66,7 @@ class StallProbe:
     def awaited(self) -> str:
         """Say which gradients are to come, or for which bucket the step waits."""
         reducer = self._reducer()
-        if reducer is None or reducer.runner.phase is not Phase.REDUCING:
+        if reducer is None or reducer.runner.phase is not StepPhase.REDUCING:
             return ""
         if not reducer.clock.backward_ended:
             missing = [slot.spec.name for slot in reducer.runner.progress.missing()]

@@ -14,7 +14,7 @@ import torch
 from paceline.containers import first_tensor
 from paceline.dp.devices import CPU, DeviceLike, DeviceScope, accelerator_type, parse_device
 from paceline.dp.intraop_threads import divide_intraop_threads
-from paceline.dp.replica_threads import POOL, Job, Outcome
+from paceline.dp.replica_threads import POOL, Job, ReplicaOutcome
 from paceline.errors import PacelineError, ReplicaCountError
 from paceline.thread_state import ThreadState, in_callers_context
 
@@ -90,11 +90,11 @@ def _call(
     return call
 
 
-def _run_here(job: Job) -> Outcome:
+def _run_here(job: Job) -> ReplicaOutcome:
     try:
-        return Outcome(job())
+        return ReplicaOutcome(job())
     except Exception as error:
-        return Outcome(error=error)
+        return ReplicaOutcome(error=error)
 
 
 def _run_on_threads(
@@ -102,7 +102,7 @@ def _run_on_threads(
     inputs: Sequence[Any],
     kwargs: Sequence[dict[str, Any]],
     devices: Sequence[torch.device],
-) -> list[Outcome]:
+) -> list[ReplicaOutcome]:
     state = ThreadState.capture()
     calls = map(_call, modules, inputs, kwargs, devices)
     jobs = [in_callers_context(_under(state, call)) for call in calls]
@@ -119,7 +119,7 @@ def _under(state: ThreadState, call: Job) -> Job:
     return job
 
 
-def _raise_first(outcomes: Sequence[Outcome], devices: Sequence[torch.device]) -> None:
+def _raise_first(outcomes: Sequence[ReplicaOutcome], devices: Sequence[torch.device]) -> None:
     failed = [i for i, outcome in enumerate(outcomes) if outcome.error is not None]
     if not failed:
         return

@@ -36,7 +36,7 @@ Job = Callable[[], Any]
 Retire = Callable[[], bool]
 
 
-class Outcome:
+class ReplicaOutcome:
     """What became of one job: its value, or what it raised."""
 
     __slots__ = ("error", "value")
@@ -54,7 +54,7 @@ class Order:
     def __init__(self, job: Job, done: SimpleQueue[None]) -> None:
         self._job = job
         self._done = done
-        self.outcome = Outcome()
+        self.outcome = ReplicaOutcome()
 
     def perform(self) -> None:
         """Run the job and tell the caller."""
@@ -102,7 +102,7 @@ class ReplicaThreads:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job]) -> list[ReplicaOutcome]:
         """Run one job on each thread and wait for all of them.
 
         An exception that reaches the *caller* while it waits (Ctrl-C, a signal handler that raises)
@@ -172,7 +172,7 @@ def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
         )
 
 
-class Pool:
+class ReplicaPool:
     """Replica threads that nobody uses at the moment, by size."""
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class Pool:
             threads.wait_ended(END_S)
 
 
-POOL = Pool()
+POOL = ReplicaPool()
 atexit.register(POOL.end_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=POOL.forget)

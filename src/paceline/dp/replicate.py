@@ -148,7 +148,7 @@ def _give_parameters(
 ) -> None:
     attributes = copied.__dict__
     former = attributes["_former_parameters"]
-    is_plain = type(copied).__setattr__ is nn.Module.__setattr__
+    sets_as_usual = type(copied).__setattr__ is nn.Module.__setattr__
     for key, parameter in module._parameters.items():
         if parameter is None:
             copied._parameters[key] = None
@@ -157,7 +157,7 @@ def _give_parameters(
         if alias is None:
             alias = made[id(parameter)] = copier.parameter(parameter, device)
         former[key] = alias
-        if is_plain:
+        if sets_as_usual:
             attributes[key] = alias
         else:  # an RNN keeps its list of flat weights this way
             setattr(copied, key, alias)

@@ -26,13 +26,13 @@ from paceline.hooks.local_sgd import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from paceline.hooks.plain import allreduce_hook, noop_hook
 from paceline.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from paceline.hooks.quantize import quantization_perchannel_hook, quantization_pertensor_hook
 from paceline.hooks.quantized import QuantizedState, quantized_hook
 from paceline.hooks.registry import DDPCommHookType, register, register_ddp_comm_hook
 from paceline.hooks.state import HookState
 from paceline.hooks.topk import TopKState, topk_hook
+from paceline.hooks.uncompressed import allreduce_hook, noop_hook
 
 __all__ = [
     "Choice",

@@ -21,8 +21,8 @@ from paceline.errors import ConfigurationError
 from paceline.hooks.averagers import mean_of_all
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, done, group_of
 from paceline.hooks.local_sgd import CountedState, WrappingOptimizer
-from paceline.hooks.plain import mean_future
 from paceline.hooks.step_undo import StepUndo
+from paceline.hooks.uncompressed import mean_future
 
 OUTER = "diloco"
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigurationError
 from paceline.hooks.averagers import ModelAverager
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, done, group_of
-from paceline.hooks.plain import mean_future
 from paceline.hooks.step_undo import StepUndo
+from paceline.hooks.uncompressed import mean_future
 
 
 class CountedState:

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from paceline.errors import ConfigurationError, UnknownHookError
 from paceline.hooks.compress import bf16_compress_hook, fp16_compress_hook
 from paceline.hooks.diloco import DiLoCoState, diloco_hook
-from paceline.hooks.plain import allreduce_hook, noop_hook
 from paceline.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from paceline.hooks.quantize import quantization_perchannel_hook, quantization_pertensor_hook
 from paceline.hooks.quantized import QuantizedState, quantized_hook
 from paceline.hooks.topk import TopKState, topk_hook
+from paceline.hooks.uncompressed import allreduce_hook, noop_hook
 
 
 class Wrapper(Protocol):

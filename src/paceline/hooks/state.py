@@ -112,8 +112,12 @@ class HookState(abc.ABC):
             self._scheduler = scheduler_of(self.group, self.ROUNDS)
         self._layouts[view.index :] = [view.numbers]
         what = f"{self.NAME} of bucket {view.index}"
-        is_plain = self.step < self.first_step
-        rounds = _plain_rounds(view, self.group) if is_plain else self.rounds(view, self.step)
+        is_uncompressed = self.step < self.first_step
+        rounds = (
+            _uncompressed_rounds(view, self.group)
+            if is_uncompressed
+            else self.rounds(view, self.step)
+        )
         return self._scheduler.submit(what, rounds)
 
     # --- going back: elastic training ----------------------------------------------------------
@@ -269,7 +273,7 @@ def _check_saved(state: Mapping[str, Any], hook: str, group: dist.ProcessGroup |
             )
 
 
-def _plain_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
+def _uncompressed_rounds(view: BucketView, group: dist.ProcessGroup) -> Rounds:
     """Reduce a bucket without compression."""
     view.values.div_(group.size())
     yield lambda on: start_all_reduce(view.values, on)

@@ -58,7 +58,7 @@ class LinkAddress:
         return cls(str(address), int(port), str(token))
 
 
-class Listener:
+class LinkListener:
     """Takes links from ranks that know the token, while the group is being made."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Listener:
 
 
 def make_links(
-    rank: int, addresses: Sequence[LinkAddress], remote: Sequence[int], listener: Listener
+    rank: int, addresses: Sequence[LinkAddress], remote: Sequence[int], listener: LinkListener
 ) -> dict[int, socket.socket]:
     """Link this rank with those on other hosts; without an answer there is no link.
 

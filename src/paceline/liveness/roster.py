@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from paceline.forks import tell_children
 from paceline.liveness.deaths import Deaths
 from paceline.liveness.identity import Identity, describe_process, open_pidfd
-from paceline.liveness.links import LinkAddress, Listener, is_unreachable, make_links
+from paceline.liveness.links import LinkAddress, LinkListener, is_unreachable, make_links
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Roster:
         self.is_complete = True
 
     def _link(self, gather: Gather, remote: list[int]) -> None:
-        listener = Listener()
+        listener = LinkListener()
         try:
             addresses = [LinkAddress.from_json(each) for each in gather(listener.where.to_json())]
             self._links = make_links(self._rank, addresses, remote, listener)

@@ -17,7 +17,7 @@ from paceline.torch_private.groups import group_store, group_timeout
 
 
 @dataclass(frozen=True)
-class Message:
+class ExchangeTerms:
     """What a rank needs to know to take part in a collective."""
 
     is_gather: bool
@@ -54,7 +54,7 @@ class Exchange:
         what = "sum of a normalisation's gradients"
         self._watch.run(what, lambda: self.group.allreduce([values]))
 
-    def repeat(self, message: Message) -> None:
+    def repeat(self, message: ExchangeTerms) -> None:
         """Take part in a message with zeros; not recorded."""
         zeros = torch.zeros(message.numel, dtype=message.dtype, device=message.device)
         if message.is_gather:
@@ -68,14 +68,14 @@ class RecordedExchange(Exchange):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.messages: list[Message] = []
+        self.messages: list[ExchangeTerms] = []
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """As in the base class."""
-        self.messages.append(Message(True, row.numel(), row.dtype, row.device))
+        self.messages.append(ExchangeTerms(True, row.numel(), row.dtype, row.device))
         return super().gather(row)
 
     def sum(self, values: torch.Tensor) -> None:
         """As in the base class."""
-        self.messages.append(Message(False, values.numel(), values.dtype, values.device))
+        self.messages.append(ExchangeTerms(False, values.numel(), values.dtype, values.device))
         super().sum(values)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.liveness import watch_of
-from paceline.nn.exchange import Message, RecordedExchange
+from paceline.nn.exchange import ExchangeTerms, RecordedExchange
 
 if TYPE_CHECKING:
     from paceline.nn.sync_batchnorm import SyncBatchNorm
@@ -59,7 +59,7 @@ class NormMirror:
             for message in messages:
                 exchange.repeat(message)
 
-    def _expected(self, exchange: RecordedExchange) -> list[Message]:
+    def _expected(self, exchange: RecordedExchange) -> list[ExchangeTerms]:
         forward, backward = [], []
         for layer in self._layers:
             if layer._exchange is not exchange or not layer.training:
@@ -67,8 +67,8 @@ class NormMirror:
             tensor = next(iter([*layer.parameters(), *layer.buffers()]), torch.empty(0))
             dtype = torch.promote_types(tensor.dtype, torch.float32)
             channels = layer.num_features
-            forward.append(Message(True, 2 * channels + 1, dtype, tensor.device))
-            backward.append(Message(False, 2 * channels, dtype, tensor.device))
+            forward.append(ExchangeTerms(True, 2 * channels + 1, dtype, tensor.device))
+            backward.append(ExchangeTerms(False, 2 * channels, dtype, tensor.device))
         return [*forward, *reversed(backward)]
 
     def leave(self) -> None:

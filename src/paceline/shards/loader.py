@@ -125,7 +125,7 @@ class ShardLoader:
                 yield micros
                 micros = MicroBatches()
 
-    def places(self) -> Iterator[Places]:
+    def places(self) -> Iterator[SamplePlaces]:
         """Yield the samples of each micro-batch that this rank loads, in order."""
         order = self._order()
         owned, shards, size = self._ddp.shard_shares.owned, self._shards, self.micro_batch
@@ -134,7 +134,7 @@ class ShardLoader:
                 begin = (number * shards + shard) * size
                 samples = [order[index % self.samples] for index in range(begin, begin + size)]
                 seed = stream_seed(self.seed, self.epoch, number, shard, 1)
-                yield Places(samples, seed)
+                yield SamplePlaces(samples, seed)
 
     def _order(self) -> Sequence[int]:
         if not self.shuffle:
@@ -162,7 +162,7 @@ class ShardLoader:
         self.seed = int(state["seed"])
 
 
-class Places(list[int]):
+class SamplePlaces(list[int]):
     """The samples of a micro-batch, and the seed of its random stream. Travels to workers."""
 
     def __init__(self, samples: Sequence[int], seed: int) -> None:
@@ -170,7 +170,7 @@ class Places(list[int]):
         self.seed = seed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Places, (list(self), self.seed)
+        return SamplePlaces, (list(self), self.seed)
 
 
 class _Places:
@@ -179,7 +179,7 @@ class _Places:
     def __init__(self, loader: ShardLoader) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Places]:
+    def __iter__(self) -> Iterator[SamplePlaces]:
         return self._loader.places()
 
     def __len__(self) -> int:
@@ -193,7 +193,7 @@ class SeededData(Dataset[Any]):
         self._data = data
         self._collate = collate
 
-    def __getitems__(self, places: Places) -> Any:
+    def __getitems__(self, places: SamplePlaces) -> Any:
         """Load the samples of a micro-batch, and put them together."""
         own = OwnStreams()
         seed_all(places.seed)

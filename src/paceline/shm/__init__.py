@@ -5,7 +5,7 @@ Start with :mod:`paceline.shm.collectives.group`. How ranks find each other is i
 ``docs/protocol.md``.
 """
 
-from paceline.shm.attach.connect import Refusal, connect
+from paceline.shm.attach.connect import SharingRefusal, connect
 from paceline.shm.attach.connection import Connection
 from paceline.shm.collectives.group import ASYNC, BLOCKING, Call, SharedGroup
 from paceline.shm.collectives.pending import Pending
@@ -16,7 +16,7 @@ __all__ = [
     "Call",
     "Connection",
     "Pending",
-    "Refusal",
     "SharedGroup",
+    "SharingRefusal",
     "connect",
 ]

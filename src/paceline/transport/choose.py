@@ -17,7 +17,7 @@ from paceline.errors import ConfigurationError, SharedMemoryError
 from paceline.liveness import watch_of
 from paceline.liveness.roster import Gather
 from paceline.native.extension import DISABLE_VARIABLE
-from paceline.shm import Refusal, connect
+from paceline.shm import SharingRefusal, connect
 from paceline.shm.collectives.chunked import HEAP_BYTES
 from paceline.shm.collectives.cross_host import CHANNELS
 from paceline.transport.c10d import C10dTransport
@@ -135,7 +135,7 @@ def choose_transport(
     if refusal is None:
         heap_bytes = HEAP_COPIES * gradient_bytes + HEAP_SLACK_BYTES
         found = connect(group.rank(), gather, heap_bytes=heap_bytes, channels=CHANNELS)
-        if not isinstance(found, Refusal):
+        if not isinstance(found, SharingRefusal):
             return ShmTransport(found, group)
         refusal = found.reason
         if found.is_fault and choice is TransportChoice.AUTO and group.rank() == 0:

@@ -14,8 +14,8 @@ from paceline.ps.client.batch import BATCH
 from paceline.ps.client.message_plan import PLAN_HEAD
 from paceline.ps.protocol import wire
 from paceline.ps.state.clients import ACCOUNT
+from paceline.ps.state.native_messages import TALLY
 from paceline.ps.state.native_table import ColumnFields, EntryFields
-from paceline.ps.state.plain_messages import TALLY
 
 pytestmark = pytest.mark.skipif(
     extension.native is None, reason="needs the native core: a C compiler"

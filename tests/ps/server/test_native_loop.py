@@ -33,9 +33,9 @@ class RingServer(BareServer):
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__(extension.native, directory)
-        assert self.store.plain is not None
+        assert self.store.native_messages is not None
         self.ends = Ends(1 << 16)
-        self.loop = NativeLoop(self.store.clients, self.store.plain, self.handler.append)
+        self.loop = NativeLoop(self.store.clients, self.store.native_messages, self.handler.append)
         trainer = SimpleNamespace(pair=self.ends.server, client=CLIENT)
         self.listener: Any = SimpleNamespace(event=self.ends.events[0], trainers={CLIENT: trainer})
         self.natively = self.by_python = 0
@@ -150,7 +150,7 @@ def test_what_the_journal_says_ends_the_loop(tmp_path: Path) -> None:
     def full(frames: Sequence[Frame]) -> None:
         raise ServerStateError("no room")
 
-    ring.loop = NativeLoop(ring.store.clients, ring.store.plain, full)  # type: ignore[arg-type]
+    ring.loop = NativeLoop(ring.store.clients, ring.store.native_messages, full)  # type: ignore[arg-type]
     before = ring.state()
     ring.ends.trainer.send(plain(Kind.PUSH, PLAIN, 2))
     with pytest.raises(ServerStateError, match="no room"):

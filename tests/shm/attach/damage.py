@@ -18,7 +18,7 @@ import torch
 
 from paceline.errors import CollectiveError
 from paceline.native.extension import native
-from paceline.shm import Call, Connection, Refusal, SharedGroup, connect
+from paceline.shm import Call, Connection, SharedGroup, SharingRefusal, connect
 from paceline.shm.attach.handshake import SLOT_BYTES
 from tests.shm.jobs import one
 from tests.shm.worker_pool import HEAP_BYTES, RankContext
@@ -57,11 +57,11 @@ class BadLeader:
 
 def bad_header(context: RankContext, offset: int, layout: str, value: int) -> str:
     """Connect under a bad leader; return why there is no group."""
-    found: Connection | Refusal
+    found: Connection | SharingRefusal
     leader = BadLeader(offset, layout, value)
     with mock.patch.object(sys.modules["paceline.shm.attach.handshake"], "native", leader):
         found = connect(context.rank, context.gather, heap_bytes=HEAP_BYTES)
-    return found.reason if isinstance(found, Refusal) else "connected"
+    return found.reason if isinstance(found, SharingRefusal) else "connected"
 
 
 class Vandal:

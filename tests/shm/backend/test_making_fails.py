@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.liveness import Watch
 from paceline.shm.attach import connect as connecting
-from paceline.shm.attach.connect import Refusal
+from paceline.shm.attach.connect import SharingRefusal
 from paceline.shm.attach.handshake import Handshake
 from paceline.shm.backend import process_group
 from paceline.testing import run_ranks
@@ -32,7 +32,7 @@ def _fail(*_: Any, **__: Any) -> None:
     raise _PlannedError
 
 
-def _lose_a_rank(gather: Any, step: Callable[[], None]) -> Refusal | None:
+def _lose_a_rank(gather: Any, step: Callable[[], None]) -> SharingRefusal | None:
     """The memory is mapped here, and a rank dies before it says that it has done so, too."""
     step()
     if getattr(step, "__func__", None) is Handshake.map_all:

@@ -46,7 +46,7 @@ IN_PROCESS = "c10d"
 
 
 @dataclass(frozen=True)
-class Plan:
+class AllreducePlan:
     """What to measure.
 
     Attributes:
@@ -72,7 +72,9 @@ def measure(
     """Run all rank sets; return a comparison for each size."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         store = str(Path(directory, "store"))
-        plan = Plan(ranks, list(sizes), rounds, chosen.in_process, list(chosen.mpis), store)
+        plan = AllreducePlan(
+            ranks, list(sizes), rounds, chosen.in_process, list(chosen.mpis), store
+        )
         with contextlib.ExitStack() as stack:
             for name, launcher in chosen.mpis.items():
                 stack.enter_context(_under_mpi(plan, name, launcher, Path(directory)))
@@ -106,7 +108,7 @@ def _told(size: int) -> str:
 
 
 @contextlib.contextmanager
-def _under_mpi(plan: Plan, name: str, launcher: str, directory: Path) -> Iterator[None]:
+def _under_mpi(plan: AllreducePlan, name: str, launcher: str, directory: Path) -> Iterator[None]:
     """Run a rank set under its MPI; end it, however this is left."""
     mpi, log = MPIS[name], directory / f"{name}.log"
     program = [sys.executable, "-m", "paceline.cli.bench.allreduce_ranks"]
@@ -135,13 +137,15 @@ def _under_mpi(plan: Plan, name: str, launcher: str, directory: Path) -> Iterato
         raise ConfigurationError(f"{name} ended with code {code}: {log.read_text()[-1000:]}")
 
 
-def run_rank(plan: Plan) -> Times:
+def run_rank(plan: AllreducePlan) -> Times:
     """Be a rank of the set that gloo, Paceline and DeepSpeed share."""
     rank = int(os.environ["RANK"])
     return _take_part(plan, rank, lambda sets: _engines(plan, sets))
 
 
-def _take_part(plan: Plan, rank: int, engines_of: Callable[[RankSets], dict[str, Engine]]) -> Times:
+def _take_part(
+    plan: AllreducePlan, rank: int, engines_of: Callable[[RankSets], dict[str, Engine]]
+) -> Times:
     """Meet all sets, measure, and return everybody's times, averaged over the ranks of a set."""
     torch.set_num_threads(1)
     names = [IN_PROCESS, *plan.mpis]
@@ -163,7 +167,7 @@ def _take_part(plan: Plan, rank: int, engines_of: Callable[[RankSets], dict[str,
     return _mean_over_ranks(everybody)
 
 
-def _run(plan: Plan, sets: RankSets, engines: dict[str, Engine]) -> Times:
+def _run(plan: AllreducePlan, sets: RankSets, engines: dict[str, Engine]) -> Times:
     found: Times = {}
     for size in plan.sizes:
         tensor = torch.ones(size // 4)
@@ -199,7 +203,7 @@ def _block(engine: Engine, tensor: torch.Tensor, calls: int) -> list[float]:
     return times
 
 
-def _engines(plan: Plan, sets: RankSets) -> dict[str, Engine]:
+def _engines(plan: AllreducePlan, sets: RankSets) -> dict[str, Engine]:
     """As users call them."""
     ranks = dist.get_process_group_ranks(sets.group)
 
@@ -240,7 +244,7 @@ def main(words: Sequence[str]) -> None:
     from mpi4py import MPI
 
     name, plan_json = words
-    plan, world = Plan(**json.loads(plan_json)), MPI.COMM_WORLD
+    plan, world = AllreducePlan(**json.loads(plan_json)), MPI.COMM_WORLD
     rank = plan.ranks * (1 + plan.mpis.index(name)) + world.rank
     _take_part(plan, rank, lambda sets: {name: lambda t: world.Allreduce(MPI.IN_PLACE, t.numpy())})
 

@@ -17,7 +17,7 @@ from paceline.errors import ConfigurationError
 if TYPE_CHECKING:
     from paceline.cli.bench.ddp_ranks import Measured
     from paceline.cli.bench.harness.contenders import Contender
-    from paceline.cli.bench.harness.workloads import Probe
+    from paceline.cli.bench.harness.workloads import WorkloadProbe
 
 EXAMPLE = """\
 paceline bench ddp --model small --ranks 2 --launches 1 --rounds 4
@@ -102,7 +102,7 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _probe(name: str, args: argparse.Namespace) -> Probe:
+def _probe(name: str, args: argparse.Namespace) -> WorkloadProbe:
     """Try the model in one process first: an error is then told once, and in our words."""
     from paceline.cli.bench.harness import workloads
     from paceline.testing import run_ranks
@@ -113,7 +113,7 @@ def _probe(name: str, args: argparse.Namespace) -> Probe:
     return found
 
 
-def _contenders(args: argparse.Namespace, name: str, probe: Probe) -> tuple[Contender, ...]:
+def _contenders(args: argparse.Namespace, name: str, probe: WorkloadProbe) -> tuple[Contender, ...]:
     from paceline.cli.bench.harness import contenders as known
 
     compare = args.compare or ([WRAPPERS] if name in MODELS else COMPARE)
@@ -137,7 +137,7 @@ def _also(text: str) -> Contender:
         raise ConfigurationError(f"--also {error}") from error
 
 
-def _check_memory(probe: Probe, processes: int, args: argparse.Namespace) -> None:
+def _check_memory(probe: WorkloadProbe, processes: int, args: argparse.Namespace) -> None:
     """Refuse what would swap: all contenders live at the same time."""
     from paceline.cli.bench.harness.resident import available_bytes
 

@@ -30,7 +30,7 @@ WAITING_BYTES = 4 << 20
 """Large gradients wait until they have so many bytes together: this bounds the extra memory."""
 
 
-class Listener(Protocol):
+class AutogradListener(Protocol):
     """Who is told: the reducer."""
 
     def on_gradients(self) -> None:
@@ -149,7 +149,7 @@ class PythonReadyQueue:
 
 
 @never_compiled
-def make_ready_queue(listener: Listener) -> ReadyQueue:
+def make_ready_queue(listener: AutogradListener) -> ReadyQueue:
     """Make a queue that tells the listener, as long as it lives; in C if that was built."""
     reference = weakref.ref(listener)
 
@@ -248,7 +248,9 @@ def output_nodes(output: Any) -> set[Any]:
 
 
 @never_compiled
-def hook_outputs(nodes: Iterable[Any], listener: Listener, *, leads_to_parameters: bool) -> None:
+def hook_outputs(
+    nodes: Iterable[Any], listener: AutogradListener, *, leads_to_parameters: bool
+) -> None:
     """Tell the listener when a backward reaches one of these nodes of a forward's output.
 
     It is also told whether parameters hang on them at all; that cannot be asked later, because

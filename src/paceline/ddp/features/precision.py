@@ -142,7 +142,7 @@ class PrecisionSwap:
         return self._kept.pop(parameter, None)
 
     def on_gradients(self) -> None:
-        """Part of the Listener protocol; single gradients are the reducer's business."""
+        """Part of the AutogradListener protocol; single gradients are the reducer's business."""
 
     def on_output(self, leads_to_parameters: bool) -> None:
         """A backward without synchronisation has begun: come back at its end."""

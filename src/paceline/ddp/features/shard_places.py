@@ -18,7 +18,7 @@ from paceline.torch_private.modules import TorchDDP
 
 
 @dataclass
-class Place:
+class ShardPlace:
     """What one shard has.
 
     Attributes:
@@ -57,7 +57,7 @@ class ShardPlaces:
         self._end_shard = reducer.end_shard
         self._buffers = buffers
         self._on_turn = on_turn
-        self.all = [Place(seed, active=TorchDDP._active_ddp_module) for seed in seeds]
+        self.all = [ShardPlace(seed, active=TorchDDP._active_ddp_module) for seed in seeds]
         self._outer = TorchDDP._active_ddp_module
 
     def enter(self, position: int) -> None:

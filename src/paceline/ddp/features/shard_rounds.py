@@ -47,7 +47,7 @@ from paceline.ddp.features.shard_errors import (
     update_inside_of_loop,
 )
 from paceline.ddp.features.shard_meeting import ShardMeeting
-from paceline.ddp.features.shard_places import Place, ShardPlaces
+from paceline.ddp.features.shard_places import ShardPlace, ShardPlaces
 from paceline.ddp.features.shard_record import ShardRecord
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.ddp.reduce.shard_sums import ShardSums
@@ -224,7 +224,7 @@ class ShardRounds:
         self._position = self._meeting.position = position
         self._sums.shard = self.shares.owned[position]
 
-    def _end_turns(self, shard: int, place: Place) -> Gradients:
+    def _end_turns(self, shard: int, place: ShardPlace) -> Gradients:
         """All shards have run: see what one has left."""
         if all(gradient is None for gradient in place.gradients):
             raise ConfigurationError(

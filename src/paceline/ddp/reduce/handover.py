@@ -12,7 +12,7 @@ from typing import Protocol
 
 from paceline.buckets import Bucket
 from paceline.config import NonFinite, ReducePolicy
-from paceline.ddp.reduce.launch import Launcher
+from paceline.ddp.reduce.launch import BucketLauncher
 from paceline.ddp.reduce.publish import publish_sparse
 from paceline.ddp.reduce.step import Step
 
@@ -54,7 +54,7 @@ class Handover:
         """Begin a step."""
         self._handed_over = 0
 
-    def take_reduced(self, step: Step, launcher: Launcher, policy: ReducePolicy) -> None:
+    def take_reduced(self, step: Step, launcher: BucketLauncher, policy: ReducePolicy) -> None:
         """Hand over what is reduced already, if that makes it final."""
         if self._consumer is None or not self._consumer.is_active or _is_undecided(step, policy):
             return
@@ -70,7 +70,7 @@ class Handover:
             publish_sparse(step, bucket)
             self._consumer.take(bucket, step.left)
 
-    def take_rest(self, step: Step, launcher: Launcher) -> None:
+    def take_rest(self, step: Step, launcher: BucketLauncher) -> None:
         """Hand over the others: the step is good."""
         if self._consumer is not None and self._consumer.is_active:
             for bucket in launcher.buckets[self._handed_over :]:

@@ -1,7 +1,7 @@
 """Launches the reductions of a step in plan order, waits for them, and reads the control block.
 
-Between :meth:`Launcher.launch` and :meth:`Launcher.wait_all` nothing blocks. Knows the transport
-and the hook; must not know how buckets are filled or what becomes of the results.
+Between :meth:`BucketLauncher.launch` and :meth:`BucketLauncher.wait_all` nothing blocks. Knows the
+transport and the hook; must not know how buckets are filled or what becomes of the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.types import Reduction
 _PRESENT: int = Flag.PRESENT.value
 
 
-class Launcher:
+class BucketLauncher:
     """Launches the buckets of one plan."""
 
     def __init__(self, context: ReduceContext, bucket_set: BucketSet) -> None:

@@ -21,7 +21,7 @@ from paceline.ddp.reduce.arrivals import Arrivals
 from paceline.ddp.reduce.context import ReduceContext
 from paceline.ddp.reduce.progress import StepProgress
 from paceline.ddp.reduce.step import Step
-from paceline.ddp.reduce.step_state import Phase, without_graph
+from paceline.ddp.reduce.step_state import StepPhase, without_graph
 from paceline.errors import FinalizationError
 
 
@@ -32,7 +32,7 @@ class ManualFinish:
         is_manual: Whether steps end with :meth:`finalize`, not with their backward.
     """
 
-    phase: Phase
+    phase: StepPhase
     context: ReduceContext
     progress: StepProgress
     queue: ReadyQueue
@@ -48,7 +48,7 @@ class ManualFinish:
         Raises:
             FinalizationError: If a step is under way.
         """
-        if self.phase is not Phase.IDLE:
+        if self.phase is not StepPhase.IDLE:
             raise self._error(
                 "require_manual_backward_finalization cannot be called after forward while a "
                 "backward pass is expected or in progress. Call it before forward or after "
@@ -59,7 +59,7 @@ class ManualFinish:
     @property
     def held_step(self) -> Step | None:
         """The step that :meth:`finalize` will end, if its backward is over."""
-        return self._step if self.phase is Phase.HELD else None
+        return self._step if self.phase is StepPhase.HELD else None
 
     @property
     def ends_after_backward(self) -> bool:
@@ -72,7 +72,7 @@ class ManualFinish:
 
     def check_finalized(self) -> None:
         """Raise FinalizationError if a step is held."""
-        if self.phase is Phase.HELD:
+        if self.phase is StepPhase.HELD:
             raise self._error(
                 "Expected to have finalized the prior backward pass before starting a new one. "
                 "Call finalize_backward() after backward() when "
@@ -83,7 +83,7 @@ class ManualFinish:
         """The backward is over: launch what is left, and leave the rest to :meth:`finalize`."""
         if not step.is_cut_off:
             self.progress.take_absent(step, missing)
-        self.phase = Phase.HELD
+        self.phase = StepPhase.HELD
 
     def finalize(self) -> None:
         """Wait for all buckets, decide with the peers, and show the results.
@@ -95,7 +95,7 @@ class ManualFinish:
         self.context.peers.check_process()
         with self._lock, without_graph():
             step = self._finalizable()
-            if self.phase is Phase.REDUCING:
+            if self.phase is StepPhase.REDUCING:
                 self._end_early(step)
             self._complete(step, ())
 

@@ -19,7 +19,7 @@ from paceline.ddp.reduce.bucket_set import BucketSet
 from paceline.ddp.reduce.context import ReduceContext
 from paceline.ddp.reduce.copy_in import BATCH_SLOTS, GradientCopier
 from paceline.ddp.reduce.handover import Handover
-from paceline.ddp.reduce.launch import Launcher
+from paceline.ddp.reduce.launch import BucketLauncher
 from paceline.ddp.reduce.shard_sums import ShardSums
 from paceline.ddp.reduce.sparse import copy_in_sparse
 from paceline.ddp.reduce.step import Step
@@ -51,7 +51,7 @@ class StepProgress:
             partial(bucket_set.give_memory, context.transport) if bucket_set.is_lazy else None,
         )
         self.buckets, self.slots = bucket_set.buckets, bucket_set.slots
-        self.launcher = Launcher(context, bucket_set)
+        self.launcher = BucketLauncher(context, bucket_set)
 
     def open(self, *, is_joined: bool = False) -> None:
         """Make all buckets ready for a step."""

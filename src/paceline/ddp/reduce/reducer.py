@@ -57,7 +57,7 @@ from paceline.ddp.reduce.planner import BucketPlanner
 from paceline.ddp.reduce.shard_sums import ShardSums
 from paceline.ddp.reduce.snapshot import take_snapshot
 from paceline.ddp.reduce.step_runner import StepRunner
-from paceline.ddp.reduce.step_state import Phase
+from paceline.ddp.reduce.step_state import StepPhase
 from paceline.ddp.reduce.torch_names import ReducerNames
 from paceline.observe import DDPStats, StepClock
 from paceline.torch_private.autograd import (
@@ -166,14 +166,17 @@ class Reducer(ReducerNames):
         self.runner.check_finalized()
         self.drift.forwards += 1
         self.hooks.check_suspects()
-        if self.runner.phase in (Phase.REDUCING, Phase.WAITING) and not is_inside_backward():
+        if (
+            self.runner.phase in (StepPhase.REDUCING, StepPhase.WAITING)
+            and not is_inside_backward()
+        ):
             self.runner.end_unfinished()
 
     def expect_backward(self) -> None:
         """Synchronise the next backward."""
         self.runner.context_id = current_context_id()
-        if self.runner.phase is Phase.IDLE:
-            self.runner.phase = Phase.EXPECTING
+        if self.runner.phase is StepPhase.IDLE:
+            self.runner.phase = StepPhase.EXPECTING
 
     def expect_backward_of(self, output: Any) -> Any:
         """Expect a backward through the output that is returned."""
@@ -190,8 +193,8 @@ class Reducer(ReducerNames):
                 # discriminator is while its generator learns.
                 return output
             reached = self.hooks.attach_below(roots)
-        if runner.phase is Phase.IDLE:
-            runner.phase = Phase.EXPECTING
+        if runner.phase is StepPhase.IDLE:
+            runner.phase = StepPhase.EXPECTING
         hook_outputs(roots, runner, leads_to_parameters=reached)
         return output
 
@@ -205,17 +208,17 @@ class Reducer(ReducerNames):
         self.drift.on_local_forward()
         self.drift.no_sync.note_forward(wrapper, self.rank, self.runner.context.transport.world)
         if self.expects_backward:
-            self.runner.phase = Phase.IDLE
+            self.runner.phase = StepPhase.IDLE
 
     def end_shard(self) -> None:
         """A shard whose gradients are local has ended, well or not."""
-        if self.runner.phase in (Phase.IDLE, Phase.EXPECTING):
+        if self.runner.phase in (StepPhase.IDLE, StepPhase.EXPECTING):
             self.runner.progress.count_local(is_over=True)
 
     @property
     def expects_backward(self) -> bool:
         """Whether a forward has run whose backward is to come."""
-        return self.runner.phase is Phase.EXPECTING
+        return self.runner.phase is StepPhase.EXPECTING
 
     # --- the next step -------------------------------------------------------------------------
 

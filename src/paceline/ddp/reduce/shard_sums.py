@@ -130,9 +130,9 @@ class ShardSums:
         shares = self.shares
         is_first = node[1] in shares.owned and shares.tree.are_siblings(node, following)
         is_half = node in shares.tree.halves  # [Note: the mean] in shards/sums.py
-        is_plain = self._lets_autograd_add(policy)
+        lets_autograd = self._lets_autograd_add(policy)
         is_seen = policy.nonfinite is NonFinite.IGNORE and self.arrived == count
-        return is_first and not is_half and is_plain and is_seen
+        return is_first and not is_half and lets_autograd and is_seen
 
     def _lets_autograd_add(self, policy: ReducePolicy) -> bool:
         return self.weight is None and self.dtype is None and not policy.tracks_unused
@@ -230,8 +230,8 @@ class ShardSums:
     @property
     def _factor(self) -> float:
         """What the children of the root are multiplied with; casts and weights have their own."""
-        is_plain = self.weight is None and self.dtype is None
-        return 1.0 / self.policy.count if is_plain else 1.0
+        is_sum = self.weight is None and self.dtype is None
+        return 1.0 / self.policy.count if is_sum else 1.0
 
     def _take_siblings(self, bucket: Bucket) -> Iterator[Gradients]:
         for node in self._siblings():

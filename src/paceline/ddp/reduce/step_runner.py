@@ -37,7 +37,7 @@ from paceline.ddp.reduce.progress import StepProgress
 from paceline.ddp.reduce.sharing import Sharing
 from paceline.ddp.reduce.snapshot import Counters
 from paceline.ddp.reduce.step import Step, report_failure
-from paceline.ddp.reduce.step_state import Phase, without_graph
+from paceline.ddp.reduce.step_state import StepPhase, without_graph
 from paceline.errors import StepError
 from paceline.forks import tell_children
 from paceline.observe.step_clock import StepOutcome
@@ -68,7 +68,7 @@ class StepRunner(ManualFinish):
         self.parameters = list(parameters)
         self.planner = planner
         self.context = context
-        self.phase = Phase.IDLE
+        self.phase = StepPhase.IDLE
         self.weight: float | None = None
         self.divisor: Callable[[], float] | None = None
         self.context_id: int | None = None
@@ -96,13 +96,13 @@ class StepRunner(ManualFinish):
         self.hooks.remove()
         self.queue.stop_copying()
         self.queue.clear()
-        self.phase, self._step = Phase.IDLE, None
+        self.phase, self._step = StepPhase.IDLE, None
         self.context.peers.let_go()
 
     @property
     def step_in_flight(self) -> Step | None:
         """The step whose backward is running, if any."""
-        return self._step if self.phase is Phase.REDUCING else None
+        return self._step if self.phase is StepPhase.REDUCING else None
 
     @property
     def weighted_mean(self) -> WeightedMean:
@@ -137,7 +137,7 @@ class StepRunner(ManualFinish):
         self.queue.stop_copying()
         self.queue.clear()
         self.queue.due = 1
-        self.phase, self._step = Phase.IDLE, None
+        self.phase, self._step = StepPhase.IDLE, None
         self.drift.forget()
         self._first_step = self.counters.steps
         self._arrivals.forget()
@@ -166,7 +166,7 @@ class StepRunner(ManualFinish):
         """A backward has reached an output: the step begins, if it wants gradients of ours."""
         self.context.peers.check_process()
         with self._lock, without_graph():
-            if self.phase is Phase.REDUCING:
+            if self.phase is StepPhase.REDUCING:
                 return
             self.check_finalized()
             reach = first_reached(self.hooks.nodes) if leads_to_parameters else Reach.RUNS
@@ -188,7 +188,7 @@ class StepRunner(ManualFinish):
         with self._lock, without_graph():
             while len(queue) >= queue.due:
                 step = self._step
-                if step is None or self.phase is not Phase.REDUCING:
+                if step is None or self.phase is not StepPhase.REDUCING:
                     if not self._begin_at_gradient():
                         return
                 elif step.access.keeps_gradients and len(queue) < self.progress.set_due(step):
@@ -199,8 +199,8 @@ class StepRunner(ManualFinish):
     def _begin_at_gradient(self) -> bool:
         """Begin with a gradient if a step is due; else it is local and stays where it is."""
         self.check_finalized()
-        if self.phase is Phase.IDLE or self._is_others_gradient():
-            if self.phase is Phase.IDLE:
+        if self.phase is StepPhase.IDLE or self._is_others_gradient():
+            if self.phase is StepPhase.IDLE:
                 self.drift.on_local_gradient()
             self.progress.count_local()
             return False
@@ -212,7 +212,7 @@ class StepRunner(ManualFinish):
 
     def _is_others_gradient(self) -> bool:
         """Say whether a backward that did not reach our outputs is that of another wrapper."""
-        if self.phase is not Phase.EXPECTING or not self.sharing:
+        if self.phase is not StepPhase.EXPECTING or not self.sharing:
             return False
         index = self.queue.first()
         is_local = reach_of(self.hooks.nodes[index]) is Reach.RUNS
@@ -230,9 +230,9 @@ class StepRunner(ManualFinish):
             queue_callback(finish)
         else:
             outer.register_hook(lambda *_: queue_callback(finish))
-        if self.phase is Phase.WAITING and self._step is not None:
+        if self.phase is StepPhase.WAITING and self._step is not None:
             step = self._step
-            self.phase = Phase.REDUCING
+            self.phase = StepPhase.REDUCING
             if self.sharing:
                 self.sharing.meet(step)
         else:
@@ -256,7 +256,7 @@ class StepRunner(ManualFinish):
             if self.context.replicas is not None:
                 step.digest = self.context.replicas.digest(number)
         self.progress.start_copying(step)
-        self.phase, self._step = Phase.REDUCING, step
+        self.phase, self._step = StepPhase.REDUCING, step
         if self.sharing and not joined:
             self.sharing.meet(step)
         return step
@@ -269,7 +269,7 @@ class StepRunner(ManualFinish):
         self.context.peers.check_process()
         with self._lock, without_graph():
             step, policy, progress = self._step, self.context.policy, self.progress
-            if step is None or self.phase is not Phase.REDUCING:
+            if step is None or self.phase is not StepPhase.REDUCING:
                 return
             self.context.clock.end_backward()
             self.queue.stop_copying()
@@ -279,7 +279,7 @@ class StepRunner(ManualFinish):
             missing = progress.missing()
             if missing and not policy.find_unused:
                 if policy.missing is MissingGradients.WAIT:
-                    self.phase = Phase.WAITING
+                    self.phase = StepPhase.WAITING
                     self.queue.due = 1
                     return
                 step.fail_missing(missing, may_be_converted=not self._access.exchanges_data)
@@ -320,7 +320,7 @@ class StepRunner(ManualFinish):
 
     def _close(self) -> None:
         self.progress.close(self._step)
-        self.phase, self._step = Phase.IDLE, None
+        self.phase, self._step = StepPhase.IDLE, None
         self.counters.steps += 1
         block = self.block
         self.context.clock.end_step(self.counters.steps, block.last_rank if block else None)
@@ -368,7 +368,7 @@ class StepRunner(ManualFinish):
         if step is None:
             return
         waits = self.context.policy.missing is MissingGradients.WAIT
-        is_told = self.phase is Phase.REDUCING and not (waits and step.failure is not None)
+        is_told = self.phase is StepPhase.REDUCING and not (waits and step.failure is not None)
         with self._lock, without_graph():
             if is_told:
                 step.fail(FailureKind.BACKWARD_RAISED, [], "its backward pass raised an exception")

@@ -8,7 +8,7 @@ import enum
 import torch
 
 
-class Phase(enum.Enum):
+class StepPhase(enum.Enum):
     """Where the reducer stands. Forwards (reducer.py) announce a step, step_runner.py runs it."""
 
     IDLE = enum.auto()

@@ -1,7 +1,7 @@
-/* Answers one LOOKUP or PUSH that is plain and perfect (check.c), from its frames to its reply.
+/* Answers one LOOKUP or PUSH that is native and without a fault (check.c), from its frames to its reply.
  *
  * The only code that does so without Python: messages come from shared memory (loop.c), from ZeroMQ
- * or from a journal that is replayed (`Responder.answer`, for ps/state/plain_messages.py). A push is
+ * or from a journal that is replayed (`Responder.answer`, for ps/state/native_messages.py). A push is
  * checked, journaled, applied and acknowledged, in this order (decision 0007).
  *
  * [Note: what is believed]
@@ -78,7 +78,7 @@ static bool read_message(ResponderObject *self, const struct pl_request *r, stru
     if ((r->is_shared || with_values) && !copy_frames(self, m, with_values)) {
         return false;
     }
-    if (!pl_is_plain(m, self->most_bytes) || m->head.sections > PL_TALLIES - self->tallied) {
+    if (!pl_is_native(m, self->most_bytes) || m->head.sections > PL_TALLIES - self->tallied) {
         return false;
     }
     int32_t *slots = grown(self->slots, &self->slots_count, (m->lines + 1) * sizeof *slots);
@@ -331,7 +331,7 @@ static PyType_Slot slots[] = {
     {Py_tp_init, responder_init},
     {Py_tp_dealloc, responder_dealloc},
     {Py_tp_methods, methods},
-    {Py_tp_doc, "Answers plain messages of one server."},
+    {Py_tp_doc, "Answers native messages of one server."},
     {0, NULL},
 };
 

@@ -1,4 +1,4 @@
-/* Answering one plain message; for loop.c. */
+/* Answering one native message; for loop.c. */
 #ifndef PACELINE_PS_ANSWER_H
 #define PACELINE_PS_ANSWER_H
 
@@ -8,7 +8,7 @@
 
 enum { PL_TALLIES = 1024 };
 
-/* One table's share of a message that was answered, for meters; as ps/state/plain_messages.py
+/* One table's share of a message that was answered, for meters; as ps/state/native_messages.py
  * unpacks it. */
 struct pl_tally {
     uint32_t table;

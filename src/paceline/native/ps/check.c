@@ -1,11 +1,11 @@
 /* Reads and checks a LOOKUP or PUSH; see rows.h.
  *
- * Only for messages that are plain and perfect. All others are Python's (ps/protocol/wire.py,
+ * Only for messages that are native and without a fault. All others are Python's (ps/protocol/wire.py,
  * ps/state/validate.py), which does them from their beginning and words the refusal if there is one: so
  * nothing here has a text, and nothing is accepted here that Python would refuse
- * (tests/ps/state/test_plain_messages.py compares them).
+ * (tests/ps/state/test_native_messages.py compares them).
  *
- * What is plain: sections of ROWS whose rows all have a slot, in tables without max_norm; for a
+ * What is native: sections of ROWS whose rows all have a slot, in tables without max_norm; for a
  * PUSH, in tables whose optimizer update.c has. Nothing in a message is believed: counts are compared
  * with the bytes that are there before they are multiplied, ids with the table before the map is
  * read. */
@@ -47,7 +47,7 @@ struct pl_record pl_record_of(const struct pl_message *m, uint32_t number) {
     return found;
 }
 
-static bool is_plain_head(struct pl_message *m) {
+static bool is_native_head(struct pl_message *m) {
     struct pl_head *head = &m->head;
     if (m->first.count < sizeof *head) {
         return false;
@@ -63,7 +63,7 @@ static bool is_plain_head(struct pl_message *m) {
     return (is_lookup || is_push) && m->first.count == sizeof *head + records_bytes;
 }
 
-static bool is_plain_record(const struct pl_record *record, const struct pl_entry *entry) {
+static bool is_native_record(const struct pl_record *record, const struct pl_entry *entry) {
     if (record->form != 0 || record->mode != 0 || record->flags != 0 || record->bags != 0) {
         return false;
     }
@@ -76,16 +76,16 @@ static bool is_plain_record(const struct pl_record *record, const struct pl_entr
     return entry->map != 0 || record->ids == 0;
 }
 
-bool pl_is_plain(struct pl_message *m, size_t most_bytes) {
+bool pl_is_native(struct pl_message *m, size_t most_bytes) {
     uint64_t seen[MOST_TABLES / 64] = {0};
-    if (!is_plain_head(m) || m->integers.count % 8 != 0) {
+    if (!is_native_head(m) || m->integers.count % 8 != 0) {
         return false;
     }
     uint64_t integers = m->integers.count / 8;
     for (uint32_t number = 0; number < m->head.sections; number++) {
         struct pl_record record = pl_record_of(m, number);
         const struct pl_entry *entry = pl_entry_of(m->entries, record.table);
-        if (entry == NULL || record.table >= MOST_TABLES || !is_plain_record(&record, entry)) {
+        if (entry == NULL || record.table >= MOST_TABLES || !is_native_record(&record, entry)) {
             return false;
         }
         uint64_t bit = UINT64_C(1) << record.table % 64;

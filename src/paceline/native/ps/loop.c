@@ -1,8 +1,9 @@
 /* A server's loop over shared memory, as long as it needs no Python; see ps/server/native_loop.py.
  *
  * A message costs a server of small tables more in cold caches than in work: Python and torch have
- * been thrown out of them by the trainers meanwhile. So what is plain and perfect is answered here,
- * from ring to ring (answer.c). Everything else stays in the ring, and Python takes it from there. */
+ * been thrown out of them by the trainers meanwhile. So what is native and without a fault is
+ * answered here, from ring to ring (answer.c). Everything else stays in the ring, and Python takes it
+ * from there. */
 #include "answer.h"
 #include "pair.h"
 

@@ -1,7 +1,7 @@
 /* A table's entry and a message: what the files of a server's native core share.
  *
  * `check.c` checks a message, `update.c` does the optimizers' arithmetic, `answer.c` answers one
- * message (for ps/state/plain_messages.py), `loop.c` those in shared memory (for
+ * message (for ps/state/native_messages.py), `loop.c` those in shared memory (for
  * ps/server/native_loop.py).
  *
  * [Note: addresses]
@@ -107,8 +107,8 @@ struct pl_entry *pl_entry_of(PyObject *entries, uint64_t number);
 
 struct pl_record pl_record_of(const struct pl_message *m, uint32_t number);
 
-/* Whether it is a LOOKUP or PUSH of plain sections, and its frames are as long as it says. */
-bool pl_is_plain(struct pl_message *m, size_t most_bytes);
+/* Whether it is a LOOKUP or PUSH of sections that C answers, and its frames are as long as it says. */
+bool pl_is_native(struct pl_message *m, size_t most_bytes);
 
 /* Find the slots of all ids; false if an id is not fine, or has no slot. */
 bool pl_find(const struct pl_message *m, int32_t *slots);

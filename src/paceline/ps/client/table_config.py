@@ -98,8 +98,8 @@ class TableConfig:
     def may_pool(self, servers: int) -> bool:
         """Say whether a server can pool this table's bags without changing a bit."""
         is_whole = self.sharding == Sharding.TABLE.value or servers == 1
-        is_plain = self.mode != "max" and self.max_norm is None
-        return is_whole and is_plain and not (self.scale_grad_by_freq or self.sparse)
+        is_linear = self.mode != "max" and self.max_norm is None
+        return is_whole and is_linear and not (self.scale_grad_by_freq or self.sparse)
 
     def check_pooling(self, servers: int) -> None:
         """Refuse ``pooling="server"`` where it cannot be had."""

@@ -32,7 +32,7 @@ from paceline.ps.server.loads import Loads
 from paceline.ps.server.refusal_log import RefusalLog
 from paceline.ps.server.save_root import SaveRoot
 from paceline.ps.state.clients import Admission
-from paceline.ps.state.plain_messages import Append
+from paceline.ps.state.native_messages import Append
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.store import Store
 from paceline.ps.storage.durable import Durable
@@ -95,11 +95,11 @@ class Handler:
         Raises:
             ServerStateError: The journal cannot be written: the server has to end.
         """
-        plain = self.store.answer_plain(frames, self.append)
-        if plain is not None:
-            if len(plain) == 1:  # DONE
+        answered = self.store.answer_native(frames, self.append)
+        if answered is not None:
+            if len(answered) == 1:  # DONE
                 reach(FaultPoint.APPLIED)
-            return plain
+            return answered
         try:
             message = unpack(frames)
         except WireError as error:

@@ -87,8 +87,8 @@ class Server:
         self._native: NativeLoop | None = None
         store = handler.store
         # With fsync, its answers would overtake those that wait for it.
-        if self._listener is not None and store.plain is not None and not settings.fsync:
-            self._native = NativeLoop(store.clients, store.plain, handler.append)
+        if self._listener is not None and store.native_messages is not None and not settings.fsync:
+            self._native = NativeLoop(store.clients, store.native_messages, handler.append)
         self.address = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
 
     def run(self, stop_fds: Sequence[int]) -> None:
@@ -112,7 +112,7 @@ class Server:
             self._jobs.tend(ready)
 
     def _wait(self, stop_fds: Sequence[int]) -> dict[Any, int]:
-        """What is ready. Plain messages in shared memory are answered while there is nothing."""
+        """What is ready. Native messages in shared memory are answered while there is nothing."""
         timeout_ms = self._until_timer_ms()
         if self._native is None or self._listener is None:
             return dict(self._poller.poll(timeout_ms))

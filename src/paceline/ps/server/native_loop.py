@@ -1,4 +1,4 @@
-"""The part of a server's loop that needs no Python: plain messages, from ring to ring.
+"""The part of a server's loop that needs no Python: native messages, from ring to ring.
 
 Called by ``ps/server/loop.py`` where it would wait. ``native/ps/loop.c`` answers what it can and
 returns when there is something for Python; what it cannot answer is still in the ring then.
@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.ps.server.shm_listener import ShmListener, ShmTrainer
 from paceline.ps.state.clients import Clients
-from paceline.ps.state.plain_messages import Append, PlainMessages
+from paceline.ps.state.native_messages import Append, NativeMessages
 from paceline.ps.storage import faults
 
 
@@ -20,13 +20,13 @@ class NativeLoop:
 
     Args:
         clients: Of the server.
-        plain: What answers.
+        messages: What answers.
         append: Journals a push before it is applied, or None.
     """
 
-    def __init__(self, clients: Clients, plain: PlainMessages, append: Append | None) -> None:
+    def __init__(self, clients: Clients, messages: NativeMessages, append: Append | None) -> None:
         self._clients = clients
-        self._plain = plain
+        self._messages = messages
         self._append = append
         self._reach: Callable[[str], None] | None = None if faults.hook is None else _reach
         self._pairs: list[Any] = []
@@ -41,7 +41,7 @@ class NativeLoop:
         """
         if self._trainers != list(listener.trainers.values()):  # a client may come again
             self._meet(listener)
-        self._plain.run(
+        self._messages.run(
             *(self._pairs, self._accounts, self._append, self._reach),
             *(listener.event, fds, timeout_ms),
         )

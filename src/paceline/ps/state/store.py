@@ -1,6 +1,6 @@
 """The state of a server, and what each message does to it; live and in replay the same code.
 
-``ps/server/dispatch.py`` calls ``answer_plain`` for all messages. For what it leaves to Python
+``ps/server/dispatch.py`` calls ``answer_native`` for all messages. For what it leaves to Python
 it calls ``lookup``, or, for what changes, ``admit``, ``prepare`` and ``commit``, with the journal
 between the last two; ``ps/storage/durable.py`` calls the same for each record of a journal. So a
 replayed server cannot differ from the one that died. Must not know sockets or files.
@@ -32,7 +32,7 @@ from paceline.ps.protocol.wire import (
 )
 from paceline.ps.state.clients import Clients
 from paceline.ps.state.meter import Meter
-from paceline.ps.state.plain_messages import Append, PlainMessages
+from paceline.ps.state.native_messages import Append, NativeMessages
 from paceline.ps.state.refusal import Code, Refusal
 from paceline.ps.state.table import MemoryBudget, Table
 from paceline.ps.state.validate import CheckedSection, checked, reply_bytes
@@ -54,7 +54,7 @@ class Store:
 
     Attributes:
         max_message_bytes: Of one frame, in either direction.
-        plain: What the native core answers, if there is one.
+        native_messages: What the native core answers, if there is one.
     """
 
     def __init__(self, max_bytes: int, max_reply_bytes: int) -> None:
@@ -64,9 +64,9 @@ class Store:
         self._by_name: dict[str, Table] = {}
         self.max_message_bytes = max_reply_bytes
         native = extension.native
-        self.plain = None if native is None else PlainMessages(native, max_reply_bytes)
+        self.native_messages = None if native is None else NativeMessages(native, max_reply_bytes)
 
-    def answer_plain(self, frames: Sequence[Frame], append: Append | None) -> list[Frame] | None:
+    def answer_native(self, frames: Sequence[Frame], append: Append | None) -> list[Frame] | None:
         """Let the native core answer a message, as far as it can.
 
         Args:
@@ -76,12 +76,12 @@ class Store:
         Returns:
             The reply; None if the message is Python's, and then nothing was done.
         """
-        if self.plain is None or len(frames) != 3 or len(frames[0]) < HEAD.size:
+        if self.native_messages is None or len(frames) != 3 or len(frames[0]) < HEAD.size:
             return None
         client = client_of(frames[0])
-        found = self.plain.answer(frames, self.clients.account(client), append)
+        found = self.native_messages.answer(frames, self.clients.account(client), append)
         if found is None:
-            self.plain.update_meters()  # meters get calls in their order
+            self.native_messages.update_meters()  # meters get calls in their order
         elif len(found) == 1:  # DONE
             self.clients.refresh(client)
         return found
@@ -167,21 +167,21 @@ class Store:
         table = Table(len(self.tables), spec, shard, self.budget)
         self.tables.append(table)
         self._by_name[spec.name] = table
-        if self.plain is not None:
-            self.plain.add(table)
+        if self.native_messages is not None:
+            self.native_messages.add(table)
         return table
 
     def forget_traffic(self) -> None:
         """Let all meters begin anew."""
-        if self.plain is not None:
-            self.plain.update_meters()
+        if self.native_messages is not None:
+            self.native_messages.update_meters()
         for table in self.tables:
             table.lookups, table.pushes = Meter(), Meter()
 
     def stats(self, first: int, last: int) -> list[dict[str, Any]]:
         """For each of these tables: what it is, how full, how busy."""
-        if self.plain is not None:
-            self.plain.update_meters()
+        if self.native_messages is not None:
+            self.native_messages.update_meters()
         return [
             {
                 "name": table.spec.name,

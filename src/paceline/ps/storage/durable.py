@@ -279,7 +279,7 @@ class Durable:
         head, _ = read_head(frames[0])
         if head.kind not in SEQUENCED:
             raise ValueError(f"{head.kind.name} changes nothing")
-        if self._store.answer_plain(frames, None) is not None:
+        if self._store.answer_native(frames, None) is not None:
             return
         message = unpack(frames)
         if self._store.clients.admit(head) is not Admission.NEW:

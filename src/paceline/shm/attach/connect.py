@@ -21,7 +21,7 @@ from paceline.shm.core.members import Member, by_host, describe_self
 
 
 @dataclass(frozen=True)
-class Refusal:
+class SharingRefusal:
     """Why the ranks of this group do not share memory; the same words on every rank.
 
     Attributes:
@@ -35,7 +35,7 @@ class Refusal:
 
 def connect(
     rank: int, gather: Gather, *, heap_bytes: int = 0, channels: int = 1
-) -> Connection | Refusal:
+) -> Connection | SharingRefusal:
     """Share memory with the ranks of this host. Collective; never fails on some ranks only.
 
     Args:
@@ -58,7 +58,7 @@ def connect(
         reason = _why_not(members, hosts)
         if reason is not None:
             is_fault = any(member.unavailable not in ("", DISABLED) for member in members)
-            return Refusal(reason, is_fault=is_fault)
+            return SharingRefusal(reason, is_fault=is_fault)
         assert exchange is not None
         plan = SharePlan(members, hosts, rank, channels, heap_offset)
         return _connect_together(plan, exchange, gather)
@@ -66,7 +66,7 @@ def connect(
 
 def _connect_together(
     plan: SharePlan, exchange: FdExchange, gather: Gather
-) -> Connection | Refusal:
+) -> Connection | SharingRefusal:
     """Send, then map, on all ranks, or on none. See [Note: two rounds]."""
     with contextlib.closing(Handshake(plan, exchange)) as handshake:
         refusal = _all_do(gather, handshake.send_own)
@@ -90,7 +90,7 @@ def _close(connection: Connection | None) -> None:
         connection.close()
 
 
-def _all_do(gather: Gather, step: Callable[[], None]) -> Refusal | None:
+def _all_do(gather: Gather, step: Callable[[], None]) -> SharingRefusal | None:
     """Take a step on every rank; if it failed on some, say on which first, and why.
 
     A rank that failed because another one had is named last.
@@ -105,7 +105,9 @@ def _all_do(gather: Gather, step: Callable[[], None]) -> Refusal | None:
     if not failed:
         return None
     _, rank, text = failed[0]
-    return Refusal(f"rank {rank} could not share memory with its host: {text}", is_fault=True)
+    return SharingRefusal(
+        f"rank {rank} could not share memory with its host: {text}", is_fault=True
+    )
 
 
 def _why_not(members: Sequence[Member], hosts: list[list[Member]]) -> str | None:

@@ -22,7 +22,7 @@ from paceline.forks import Owner, finalize_here, keep_for_ever, tell_children
 from paceline.gloo_threads import wait_for_gloo_at_exit
 from paceline.liveness import Watch, adopt, watch_of
 from paceline.liveness.store import gather_by_store
-from paceline.shm.attach.connect import Refusal, connect
+from paceline.shm.attach.connect import SharingRefusal, connect
 from paceline.shm.attach.connection import Connection
 from paceline.shm.backend.cpu_backend import CpuBackend, release_destroyed
 from paceline.shm.backend.flight_recorder import UNRECORDED, flight_recorder
@@ -100,7 +100,7 @@ class PacelineGroup(dist.ProcessGroup):
         attach_cpu_backend(self, self._cpu_backend)
         tell_children(self)
         found = connect(rank, gather, heap_bytes=HEAP_BYTES, channels=CHANNELS)
-        self.refusal = found.reason if isinstance(found, Refusal) else ""
+        self.refusal = found.reason if isinstance(found, SharingRefusal) else ""
         if isinstance(found, Connection):
             try:
                 self._operations = self._make_operations(found)

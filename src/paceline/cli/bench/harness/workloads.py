@@ -98,7 +98,7 @@ def loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Probe:
+class WorkloadProbe:
     """What one try of a workload showed.
 
     Attributes:
@@ -114,22 +114,24 @@ class Probe:
     step_bytes: int = 0
 
 
-def probe(name: str) -> Probe:
+def probe(name: str) -> WorkloadProbe:
     """Make a workload and train it for a step, in this process; never raises because of it."""
     try:
         workload = make(name)
         inputs = batch(workload, seed=0)
         loss_of(workload.module, inputs).backward()
     except ConfigurationError as error:
-        return Probe(problem=str(error))
+        return WorkloadProbe(problem=str(error))
     except Exception as error:
-        return Probe(problem=f"--model {name}: a step of it failed: {_told(error)}")
+        return WorkloadProbe(problem=f"--model {name}: a step of it failed: {_told(error)}")
     found = [p.grad for p in workload.module.parameters() if p.grad is not None]
     if not found:
-        return Probe(problem=f"--model {name}: no parameter got a gradient: nothing to reduce")
+        return WorkloadProbe(
+            problem=f"--model {name}: no parameter got a gradient: nothing to reduce"
+        )
     gradient_bytes = sum(grad.numel() * grad.element_size() for grad in found)
     weights = sum(p.numel() * p.element_size() for p in workload.module.parameters())
-    return Probe("", len(found), gradient_bytes, weights + gradient_bytes)
+    return WorkloadProbe("", len(found), gradient_bytes, weights + gradient_bytes)
 
 
 def _users(path: str) -> Workload:

@@ -29,7 +29,7 @@ from paceline.cli.bench.hybrid.rpc import RpcRoute, rpc_agent
 GROUP_TIMEOUT = datetime.timedelta(seconds=120)
 
 
-class Step(Protocol):
+class RouteStep(Protocol):
     """A trainer's end of a route."""
 
     dense: torch.nn.Module
@@ -55,7 +55,7 @@ class Route(Protocol):
     def on_server(self, plan: HybridPlan, server: int) -> None:
         """Start to serve; does not block."""
 
-    def on_trainer(self, plan: HybridPlan, group: dist.ProcessGroup) -> Step:
+    def on_trainer(self, plan: HybridPlan, group: dist.ProcessGroup) -> RouteStep:
         """Connect to the servers and wrap the dense network for this group of trainers."""
 
 
@@ -88,7 +88,7 @@ def joined(runs: Sequence[Sequence[TrainerResult]]) -> list[TrainerResult]:
     return found
 
 
-Work = Callable[[HybridPlan, int, dict[str, Step]], Any]
+Work = Callable[[HybridPlan, int, dict[str, RouteStep]], Any]
 """What a trainer does, given its number and its end of every route."""
 
 
@@ -143,7 +143,9 @@ def measured_by(bar: RoundBar) -> Work:
     return functools.partial(measure, bar=bar)
 
 
-def measure(plan: HybridPlan, trainer: int, steps: dict[str, Step], bar: RoundBar) -> TrainerResult:
+def measure(
+    plan: HybridPlan, trainer: int, steps: dict[str, RouteStep], bar: RoundBar
+) -> TrainerResult:
     """Run all cycles; count those after the warm-up."""
     bar.is_shown = trainer == 0
     found = take_turns(list(steps), bar, _epochs_of(plan, trainer, steps), plan.seed)
@@ -152,7 +154,7 @@ def measure(plan: HybridPlan, trainer: int, steps: dict[str, Step], bar: RoundBa
 
 
 def _epochs_of(
-    plan: HybridPlan, trainer: int, steps: dict[str, Step]
+    plan: HybridPlan, trainer: int, steps: dict[str, RouteStep]
 ) -> Callable[[str], EpochSample]:
     """Return what runs the next epoch of a route: all routes have the same data in a cycle."""
     cycles = dict.fromkeys(steps, 0)
@@ -164,7 +166,7 @@ def _epochs_of(
     return run
 
 
-def _run_epoch(step: Step, batches: list[Batch]) -> EpochSample:
+def _run_epoch(step: RouteStep, batches: list[Batch]) -> EpochSample:
     """Train one epoch; trainers begin together, and the garbage collector waits outside."""
     gc.collect()
     dist.barrier()
@@ -175,7 +177,7 @@ def _run_epoch(step: Step, batches: list[Batch]) -> EpochSample:
     return EpochSample(seconds, sum(batch.examples for batch in batches), loss)
 
 
-def _note(step: Step) -> str:
+def _note(step: RouteStep) -> str:
     """Say how gradients of the dense network travel."""
     stats = getattr(step.dense, "stats", None)
     return "c10d:gloo" if stats is None else str(stats().transport)

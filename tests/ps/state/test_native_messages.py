@@ -53,7 +53,7 @@ def native_server() -> BareServer:
 def kind_of(server: BareServer, frames: list[Frame]) -> Kind | None:
     """What the native core answers, or None: it is Python's."""
     server.store.clients.pin(CLIENT)
-    found = server.store.answer_plain(frames, None)
+    found = server.store.answer_native(frames, None)
     return None if found is None else unpack(found).head.kind
 
 
@@ -118,7 +118,7 @@ def test_large_messages_are_answered_too() -> None:
     table.materialise(all_ids, table.locate(all_ids))
     section = Section(0, Form.ROWS, Dtype.FLOAT32, len(all_ids))
     frames = pack_data(Head(Kind.LOOKUP, 1, CLIENT), [section], all_ids.tobytes(), b"")
-    found = store.answer_plain(frames, None)
+    found = store.answer_native(frames, None)
     assert found is not None
     assert len(found[2]) == 10_000 * 256
 

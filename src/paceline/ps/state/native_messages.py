@@ -1,9 +1,9 @@
-"""Plain messages in C: a LOOKUP or PUSH that the native core answers from its frames to its reply.
+"""Native messages in C: a LOOKUP or PUSH that the native core answers from its frames to its reply.
 
 Called by ``ps/state/store.py`` for messages over ZeroMQ and in replay, and by
 ``ps/server/native_loop.py`` for those in shared memory; both end in ``native/ps/answer.c``. Takes
-what is plain and perfect (``native/ps/check.c`` says what that is) and leaves all others to Python,
-which comes to the same result (``tests/ps/state/test_plain_messages.py``).
+what is native and without a fault (``native/ps/check.c`` says what that is) and leaves all others
+to Python, which comes to the same result (``tests/ps/state/test_native_messages.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Append = Callable[[Sequence[Frame]], None]
 """Journals a message before it is applied."""
 
 
-class PlainMessages:
+class NativeMessages:
     """What the native core answers for the tables of one server.
 
     Args:
