@@ -13,7 +13,7 @@ export PATH := $(PATH):/usr/sbin:/sbin
 unexport PYTHONDONTWRITEBYTECODE
 # Test files are shared among this many processes, each with ranks of its own; in which order, says
 # tests/conftest.py.
-WORKERS ?= 2
+WORKERS ?= 3
 SHARED  := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST  := $(BIN)/python -m pytest $(SHARED)
 # Extra arguments: make unit ARGS="-k ranks -x"

@@ -110,8 +110,8 @@ def test_under_torchrun() -> None:
     "name",
     [
         "own_hook.py",
-        "recommender.py",
         "same_bits.py",
+        pytest.param("recommender.py", marks=pytest.mark.slow),
         pytest.param("nanogpt.py", marks=pytest.mark.slow),
     ],
 )

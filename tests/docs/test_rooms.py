@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -64,10 +65,14 @@ FILES = {
     for path in sorted((ROOT / room).rglob("*"))
     if path.suffix in {".py", ".c", ".h"}
 }
-TREES = {name: ast.parse(text) for name, text in FILES.items() if name.endswith(".py")}
 C = {name: text for name, text in FILES.items() if not name.endswith(".py")}
 C_FUNCTION = re.compile(r"^\w.*\{\n(?:(?!\}).*\n)*\}", re.MULTILINE)
 C_TUPLE = re.compile(r'Py_BuildValue\(\s*"\(?([^")]*)')
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in FILES.items() if name.endswith(".py")}
 
 
 def long_functions(tree: ast.AST) -> Iterator[str]:
@@ -111,17 +116,18 @@ def test_folders_are_small() -> None:
 
 def test_functions_are_small() -> None:
     assert not [
-        f"{name}: {found}" for name, tree in TREES.items() for found in long_functions(tree)
+        f"{name}: {found}" for name, tree in trees().items() for found in long_functions(tree)
     ]
 
 
 def test_classes_are_small() -> None:
-    found = {name: list(large_classes(tree)) for name, tree in TREES.items()}
+    found = {name: list(large_classes(tree)) for name, tree in trees().items()}
     assert not {name: large for name, large in found.items() if large}
 
 
 def test_tuples_are_small() -> None:
-    found = {name: list(long_tuples(TREES[name])) for name in TREES if name.startswith("src/")}
+    ours = {name: tree for name, tree in trees().items() if name.startswith("src/")}
+    found = {name: list(long_tuples(tree)) for name, tree in ours.items()}
     assert not {name: long for name, long in found.items() if long}
 
 

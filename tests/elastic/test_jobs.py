@@ -20,7 +20,9 @@ def test_undisturbed(tmp_path: Path) -> None:
     assert [event["epoch"] for event in ended.events()] == [0]
 
 
-@pytest.mark.parametrize("point", ["bucket", "between"])  # all: test_fault_matrix.py
+@pytest.mark.parametrize(
+    "point", ["bucket", pytest.param("between", marks=pytest.mark.slow)]
+)  # all: test_fault_matrix.py
 def test_a_killed_rank_comes_back(tmp_path: Path, point: str) -> None:
     ended = run_job(tmp_path, faults=[("kill", point, 5, 1)], hold_s=60.0)
     check(ended, faults=1, world=3)
@@ -47,6 +49,7 @@ def test_a_rank_that_ends_by_itself_comes_back(tmp_path: Path, kind: str) -> Non
     assert text in ended.events()[-1]["why"]
 
 
+@pytest.mark.slow
 def test_two_at_once(tmp_path: Path) -> None:
     faults = [("kill", "forward", 5, 0), ("kill", "forward", 5, 2)]
     check(run_job(tmp_path, faults=faults, hold_s=60.0), faults=2, world=3)

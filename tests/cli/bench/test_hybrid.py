@@ -184,6 +184,7 @@ def test_tables_are_dealt_in_turn() -> None:
     assert plan.table_order == [0, 3, 6, 1, 4, 7, 2, 5]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_running() -> None:
     command = [sys.executable, "-m", "paceline", "bench", "hybrid", "--cycles", "100000"]
     with subprocess.Popen(

@@ -342,6 +342,7 @@ def test_two_ranks(outcomes: Outcomes, name: str) -> None:
     assert_passed(outcomes, name)
 
 
+@pytest.mark.slow
 def test_three_ranks() -> None:
     run_ranks(3, on_all_transports)
 

@@ -64,7 +64,9 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "ends"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(None, marks=pytest.mark.slow)], ids=["killed", "ends"]
+)
 def test_end_with_the_process(how: signal.Signals | None) -> None:
     """Without a guard for the main module, without any set-up; killed, or without close()."""
     environ = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent}"}

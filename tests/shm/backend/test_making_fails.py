@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from paceline.liveness import Watch
+from paceline.liveness import Watch, lost_peers
 from paceline.shm.attach import connect as connecting
 from paceline.shm.attach.connect import SharingRefusal
 from paceline.shm.attach.handshake import Handshake
@@ -69,7 +69,9 @@ def fail_again_and_again(path: str, point: str) -> tuple[list[str], list[str]]:
     gc.disable()
     for attempt in range(ATTEMPTS):
         prefix = dist.PrefixStore(f"{attempt}", store)  # type: ignore[attr-defined]
-        with mock.patch.object(*POINTS[point]), contextlib.suppress(RuntimeError):
+        # Nobody dies here: the error need not wait for a second to see who has.
+        at_once = mock.patch.object(lost_peers, "DEATH_WAIT_S", 0.1)
+        with at_once, mock.patch.object(*POINTS[point]), contextlib.suppress(RuntimeError):
             process_group.PacelineGroup(prefix, rank, 2, timedelta(seconds=60))
             raise AssertionError("nothing failed")
         found.append(open_descriptors())
