@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.launch.screen import TABLE_EVERY_S
 from tests.cli.launched import DEADLINE_S, environ
 
 pyte = pytest.importorskip("pyte", reason="needs the Python package pyte, a terminal to read from")
@@ -117,3 +118,26 @@ def test_the_live_table(columns: int, tmp_path: Path) -> None:
         assert text.split("\n")[10:] == ["", "paceline run: interrupted; once more to kill at once"]
     finally:
         terminal.close()
+
+
+ENDS = TRAINS.replace("while True:", "while not os.path.exists('go'):")
+
+
+@pytest.mark.slow
+def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
+    """A window that is closed, a connection that is cut: writing is an error from then on."""
+    (tmp_path / "train.py").write_text(ENDS + "open(f'{rank}.done', 'w')")
+    words = [sys.executable, "-m", "paceline", "run", "-n", "2", "train.py"]
+    terminal = Terminal(words, tmp_path, 80)
+    try:
+        terminal.until(lambda: terminal.text().count("MiB") == 2)
+        os.close(terminal._ours)
+        time.sleep(2 * TABLE_EVERY_S)
+        assert terminal.process.poll() is None
+        (tmp_path / "go").touch()
+        assert terminal.process.wait(DEADLINE_S) == 0
+    finally:
+        terminal._ours = os.open(os.devnull, os.O_RDONLY)
+        terminal.close()
+    assert (tmp_path / "0.done").exists()
+    assert (tmp_path / "1.done").exists()

@@ -41,9 +41,9 @@ def make_status(**changes: object) -> Status:
     return replace(status, **changes)
 
 
-def write(folder: RunFolder, statuses: dict[int, Status]) -> None:
+def write(folder: RunFolder, statuses: dict[int, Status], **info_changes: object) -> None:
     for rank, status in statuses.items():
-        info = replace(INFO, rank=rank)
+        info = replace(INFO, rank=rank, **info_changes)
         with closing(EventWriter(folder.events(rank), info, MIN_BYTES)) as writer:
             writer.set_status(status)
 
@@ -120,7 +120,7 @@ def test_an_end_with_an_exception_fits_into_the_line(tmp_path: Path) -> None:
 def test_who_does_one_thing_for_long_says_since_when(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     since_ns = time.perf_counter_ns() - 10 * LONG_NS
-    write(folder, {0: make_status(activity=Activity.INPUT, since_ns=since_ns)})
+    write(folder, {0: make_status(activity=Activity.INPUT, since_ns=since_ns)}, host=host_name())
     assert "input 1" in show(LiveTable(folder, [0]))
 
 
@@ -130,8 +130,8 @@ class TestHeldUp:
     def write(self, folder: RunFolder, activity: Activity, **info: object) -> LiveTable:
         long_ago_ns = time.perf_counter_ns() - LONG_NS
         waiting = make_status(since_ns=long_ago_ns + LONG_NS // 2)
-        write(folder, {0: waiting, 2: waiting})
-        own = replace(INFO, rank=1, **info)
+        write(folder, {0: waiting, 2: waiting}, host=host_name())
+        own = replace(INFO, **({"rank": 1, "host": host_name()} | info))
         with closing(EventWriter(folder.events(1), own, MIN_BYTES)) as writer:
             writer.set_status(make_status(activity=activity, since_ns=long_ago_ns))
         return LiveTable(folder, range(3))
@@ -141,6 +141,14 @@ class TestHeldUp:
         caption = "the others wait for rank 1, between two steps for 1"
         assert f", 2 waits, 1 input, {caption}" in table.line()
         assert caption in show(table)
+
+    def test_one_of_another_host(self, tmp_path: Path) -> None:
+        """It counts time from another moment: how long it does something is not known here."""
+        table = self.write(RunFolder(tmp_path), Activity.INPUT, host="another host")
+        assert table.line().endswith("the others wait for rank 1, between two steps")
+        row = show(table).splitlines()[2]
+        assert row.split()[0] == "1"
+        assert row.rstrip().endswith("input")
 
     def test_all_wait(self, tmp_path: Path) -> None:
         assert self.write(RunFolder(tmp_path), Activity.WAITING).line().endswith(", 3 waits")

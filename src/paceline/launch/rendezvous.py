@@ -3,7 +3,8 @@
 One child of the fork server on each host (it needs torch) keeps the *job store*: a TCPStore, served
 on host 0, reached by all others. Ranks use the same store (torchrun calls that the agent store), so
 no rank has to be there for the others to meet. Afterwards the child passes on which hosts have
-ended, until the launcher closes its pipe. JSON on the pipe, in both directions.
+ended, until the launcher closes its pipe. JSON on the pipe, in both directions. Who waits long
+says for which hosts.
 
 Keys are ours alone (``paceline/…``); ranks' keys have torch's prefix. Every host sets
 
@@ -18,6 +19,9 @@ import datetime
 import json
 import os
 import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -25,6 +29,9 @@ from typing import Any
 JOIN_S = 900.0
 """So long hosts wait for each other, as under torchrun."""
 _LOOK_S = 0.5
+_MEET_S = 0.05
+_TELL_S = 10.0
+"""After so long it is said who is waited for, and again each time that this has doubled."""
 _PREFIX = "paceline"
 
 
@@ -58,8 +65,8 @@ class Hosts:
 def keep_store(pipe: Connection, hosts: Hosts) -> int:
     """Serve or reach the store until the launcher closes its pipe. What the child runs."""
     try:
-        store = _serve(hosts.endpoint, hosts.count) if hosts.number == 0 else _reach(hosts.endpoint)
-        worlds = _meet(store, hosts)
+        store = _serve(hosts.endpoint, hosts.count) if hosts.number == 0 else _reach(hosts, pipe)
+        worlds = _meet(store, hosts, pipe)
     except Exception as error:
         _say(pipe, {"error": _explain(error, hosts)})
         return 1
@@ -93,23 +100,73 @@ def _family() -> socket.AddressFamily:
     return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
 
-def _reach(endpoint: Endpoint) -> Any:
+def _reach(hosts: Hosts, pipe: Connection) -> Any:
     import torch.distributed as dist
 
+    where = hosts.endpoint
+    text = (
+        f"host {hosts.number} cannot reach host 0 at {where.host}:{where.port} yet: is paceline "
+        "run started there, is that its address, and may this port be reached?"
+    )
     timeout = datetime.timedelta(seconds=JOIN_S)
-    return dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    with _told_of(pipe, lambda: text):
+        return dist.TCPStore(where.host, where.port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
-def _meet(store: Any, hosts: Hosts) -> list[int]:
+@contextlib.contextmanager
+def _told_of(pipe: Connection, text: Callable[[], str]) -> Iterator[None]:
+    """Have the launcher say what the block waits for, if it waits for long."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        began_s, wait_s = time.monotonic(), _TELL_S
+        while not is_over.wait(wait_s):
+            for_s = time.monotonic() - began_s
+            _say(pipe, {"waiting": f"{text()} Waited {for_s:.0f} s of {JOIN_S:.0f} s"})
+            wait_s = max(_TELL_S, for_s)
+
+    thread = threading.Thread(target=tell, name="paceline-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _meet(store: Any, hosts: Hosts, pipe: Connection) -> list[int]:
     """How many ranks each host has."""
     me = f"{_PREFIX}/host/{hosts.number}"
     if store.add(f"{me}/claimed", 1) != 1:
         raise ValueError(f"two hosts have --node-rank {hosts.number}")
     store.set(me, f"{hosts.local_world} {hosts.count}")
-    found = [store.get(f"{_PREFIX}/host/{n}").decode().split() for n in range(hosts.count)]
+    found = _gather(store, hosts, pipe)
     if any(int(count) != hosts.count for _, count in found):
         raise ValueError(f"hosts disagree about --nnodes: {[int(count) for _, count in found]}")
     return [int(world) for world, _ in found]
+
+
+def _gather(store: Any, hosts: Hosts, pipe: Connection) -> list[list[str]]:
+    """What each host has set; says which ones are missing."""
+    missing = list(range(hosts.count))
+
+    def text() -> str:
+        where = f"port {store.port}" if hosts.number == 0 else f"{hosts.endpoint.host}:{store.port}"
+        numbers = ", ".join(map(str, missing))
+        return (
+            f"host {hosts.number} waits at {where} for host{'s' * (len(missing) > 1)} {numbers} of "
+            f"{hosts.count}: is paceline run started there, with that --node-rank?"
+        )
+
+    keys = [f"{_PREFIX}/host/{number}" for number in range(hosts.count)]
+    until_s = time.monotonic() + JOIN_S
+    with _told_of(pipe, text):
+        while missing:
+            missing[:] = [number for number in missing if not store.check([keys[number]])]
+            if missing and time.monotonic() > until_s:
+                raise RuntimeError(text())
+            time.sleep(_MEET_S if missing else 0.0)
+    return [store.get(key).decode().split() for key in keys]
 
 
 def _explain(error: Exception, hosts: Hosts) -> str:

@@ -7,11 +7,14 @@ few seconds. What the table shows comes from the ranks' records in the run folde
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
 
 TABLE_EVERY_S = 0.5
 LINE_EVERY_S = 10.0
@@ -19,8 +22,31 @@ _HOLD_S = 0.5
 """So long lines of other ranks wait for the end of a line of rank 0, which comes in pieces."""
 
 
+class _Terminal(io.TextIOBase):
+    """Stdout for rich: writes as the screen does, so a terminal that is gone is no error."""
+
+    def __init__(self, write: Callable[[int, bytes], None]) -> None:
+        self._write = write
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(sys.__stdout__, "encoding", None) or "utf-8"
+
+    def write(self, text: str, /) -> int:
+        self._write(1, text.encode(self.encoding, "replace"))
+        return len(text)
+
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1
+
+
 class Screen:
     """Writes to stdout and stderr; one that nobody reads any more is left alone.
+
+    What goes wrong with the table costs the table: it is dropped, which is said once.
 
     Args:
         table: A LiveTable; None shows output only.
@@ -39,10 +65,14 @@ class Screen:
 
     def __enter__(self) -> Screen:
         if self._table is not None and sys.stdout.isatty() and sys.stderr.isatty():
-            from rich.live import Live
+            self._streams = sys.stdout, sys.stderr
+            with self._table_or_lines():
+                from rich.console import Console
+                from rich.live import Live
 
-            self._live = Live(auto_refresh=False, transient=True)
-            self._live.start()
+                console = Console(file=cast("IO[str]", _Terminal(self._write)))
+                self._live = Live(console=console, auto_refresh=False, transient=True)
+                self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,15 +81,38 @@ class Screen:
             for number, data in self._partial.items():
                 if data:
                     self.show(number, b"\n")
-            self._live.stop()
+            with contextlib.suppress(Exception):
+                self._live.stop()
             self._live = None
+            sys.stdout, sys.stderr = self._streams
+
+    @contextlib.contextmanager
+    def _table_or_lines(self) -> Iterator[None]:
+        """Whatever the table and rich do: no rank dies of it."""
+        try:
+            yield
+        except Exception as error:
+            self._drop_table()
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.say(f"paceline run: no table any more ({text}); training goes on\n")
+
+    def _drop_table(self) -> None:
+        live, self._live, self._table = self._live, None, None
+        if live is None:
+            return
+        with contextlib.suppress(Exception):
+            live.stop()  # the cursor is visible again
+        sys.stdout, sys.stderr = self._streams
+        for number, data in self._partial.items():
+            self._partial[number] = b""
+            self.show(number, data)
 
     def show(self, number: int, data: bytes) -> None:
         """Pass on what rank 0 wrote to descriptor ``number``, as it comes."""
         if self._live is not None:  # above the table, so in whole lines
             whole, end, self._partial[number] = (self._partial[number] + data).rpartition(b"\n")
             if end:
-                self._print(whole)
+                self._print(number, whole)
             return
         self._write(number, data)
         if data.endswith(b"\n"):
@@ -72,7 +125,7 @@ class Screen:
     def show_lines(self, number: int, data: bytes) -> None:
         """Pass on whole lines of another rank, never into the middle of a line."""
         if self._live is not None:
-            self._print(data.removesuffix(b"\n"))
+            self._print(number, data.removesuffix(b"\n"))
         elif self._open:
             if not self._held:
                 self._held_until_s = time.monotonic() + _HOLD_S
@@ -83,7 +136,7 @@ class Screen:
     def say(self, text: str) -> None:
         """Something of the launcher itself, in whole lines, on stderr."""
         self._release()
-        self.show_lines(2, text.encode())
+        self.show_lines(2, text.encode(errors="replace"))
         self._release()
 
     def _release(self) -> None:
@@ -95,10 +148,16 @@ class Screen:
         for number, data in held:
             self._write(number, data)
 
-    def _print(self, lines: bytes) -> None:
-        for line in lines.split(b"\n"):
-            text = line.rpartition(b"\r")[2].decode(errors="replace")
-            self._live.console.out(text, highlight=False)
+    def _print(self, number: int, lines: bytes) -> None:
+        """Above the table."""
+        left = lines.split(b"\n")
+        with self._table_or_lines():
+            while left:
+                text = left[0].rpartition(b"\r")[2].decode(errors="replace")
+                self._live.console.out(text, highlight=False)
+                del left[0]
+        if left:
+            self._write(number, b"\n".join(left) + b"\n")
 
     def tick(self) -> None:
         """Called often: renew what is due."""
@@ -106,10 +165,19 @@ class Screen:
             self._release()
         if self._table is None or time.monotonic() < self._next_s:
             return
-        if self._live is not None:
+        with self._table_or_lines():
+            self._renew()
+
+    def _renew(self) -> None:
+        if self._live is not None and 1 in self._closed:
+            self._drop_table()  # nobody sees it, nor that it ends
+        elif self._live is not None:
             self._next_s = time.monotonic() + TABLE_EVERY_S
             self._live.update(self._table.render(), refresh=True)
-            return
+        else:
+            self._write_line()
+
+    def _write_line(self) -> None:
         self._next_s = time.monotonic() + LINE_EVERY_S
         if not any(self._table.statuses().values()):
             return  # no rank trains with our wrapper, or not yet

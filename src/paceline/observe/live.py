@@ -96,8 +96,11 @@ class LiveTable:
         return Standing.SPARE  # it has only just been started
 
     def _read(self, rank: int) -> Status | None:
+        """What a rank says. Since when it does that is known of this host's only: see records."""
         with contextlib.suppress(OSError, RecordsError):
-            return read_status(self._folder.events(rank))
+            status = read_status(self._folder.events(rank))
+            is_here = read_info(self._folder.events(rank)).host == host_name()
+            return status if is_here else replace(status, since_ns=0)
         return None
 
     def _training(self, statuses: dict[int, Status | None]) -> dict[int, Status | None]:
@@ -124,9 +127,10 @@ class LiveTable:
         busy = {r: s for r, s in running.items() if s.activity is not Activity.WAITING}
         if not busy:
             return ""
-        rank = min(busy, key=lambda rank: busy[rank].since_ns)
+        rank = min(busy, key=lambda rank: _place_in_line(busy[rank]))
         words, for_s = WORDS[busy[rank].activity], _for_s(busy[rank])
-        return f"the others wait for rank {rank}, {words} for {for_s:.0f} s"
+        since = f" for {for_s:.0f} s" if busy[rank].since_ns else ""
+        return f"the others wait for rank {rank}, {words}{since}"
 
     def _by_place(self, statuses: dict[int, Status | None]) -> dict[int, Status | None]:
         """Ranks of an elastic job name each other by rank; rows have the places of their files."""
@@ -211,6 +215,12 @@ def _now(status: Status) -> str:
 def _for_s(status: Status) -> float:
     """How long it does what it does; 0 if that is not known."""
     return (time.perf_counter_ns() - status.since_ns) / 1e9 if status.since_ns else 0.0
+
+
+def _place_in_line(status: Status) -> tuple[int, float]:
+    """Who is waited for: who has been busy for long, else who is on a host whose clock differs."""
+    for_s = _for_s(status)
+    return (0 if for_s > _HELD_UP_S else 1 if not status.since_ns else 2), -for_s
 
 
 def _running(statuses: dict[int, Status | None]) -> dict[int, Status]:
