@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from paceline import DistributedDataParallel as DDP
 from paceline.cli import main
-from paceline.cli.doctor_env import CHECKS, Finding, Level
+from paceline.cli.doctor_env import CHECKS, Finding, Level, cgroup_memory_of
 from paceline.observe.jobs import listed_job
 from paceline.observe.launched import read_launched
 from paceline.observe.run_folder import RunFolder
@@ -171,6 +171,25 @@ def test_env_says_what_to_fix(
     text = capsys.readouterr().out
     assert "GLOO_SOCKET_IFNAME=nosuch0 is none of them" in text
     assert "OMP_NUM_THREADS * ranks should be" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "idle"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_cached_files_are_no_used_memory(tmp_path: Path, limit: str, used: str, idle: str) -> None:
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / used).write_text("900\n")
+    (tmp_path / "memory.stat").write_text(f"anon 300\nfile 600\n{idle} 500\nactive_file 100\n")
+    assert cgroup_memory_of(tmp_path) == (1000, 400)
+    (tmp_path / limit).write_text("max\n" if limit == "memory.max" else f"{1 << 63}\n")
+    assert cgroup_memory_of(tmp_path) is None
+    (tmp_path / limit).unlink()
+    with pytest.raises(OSError, match="No such file"):
+        cgroup_memory_of(tmp_path)
 
 
 def test_a_check_that_fails_is_a_finding(

@@ -18,6 +18,8 @@ import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import StepError
 from paceline.exit_reason import note_exception
+from paceline.observe.process_usage import ProcessUsage
+from paceline.observe.recording import active_recorder
 from paceline.observe.records import Activity, StepRecord
 from paceline.observe.ring import read_history, read_status
 from paceline.observe.run_folder import RUN_DIR, RunFolder
@@ -100,6 +102,30 @@ def without_folder() -> bool:
 
 def test_without_a_folder_nothing_is_recorded() -> None:
     assert run_ranks(1, without_folder, env={RUN_DIR: None}) == [True]
+
+
+def evaluates(path: str) -> list[list[int]]:
+    """What is in the file at each forward of an evaluation, if 50 ms have passed before it."""
+    model = DDP(make_model())
+    train(model, 5)
+    found = []
+    recorder = active_recorder()
+    assert recorder is not None
+    with torch.no_grad():
+        model(torch.randn(5, 4))  # ends the step before it
+        recorder._next_write_ns = 0
+        for _ in range(2):
+            model(torch.randn(5, 4))
+            found.append([step.step for step in read_history(path).steps])
+    train(model, 1)
+    return found
+
+
+def test_an_evaluation_writes_what_is_over(tmp_path: Path) -> None:
+    """However soon after a write it begins, and however long it takes."""
+    env = {RUN_DIR: str(tmp_path)}
+    path = str(RunFolder(tmp_path).events(0))
+    assert run_ranks(1, evaluates, path, env=env) == [[[1, 2, 3, 4, 5]] * 2]
 
 
 def steps_in_the_file(path: str) -> list[int]:
@@ -350,3 +376,15 @@ def test_the_status_says_what_a_rank_does(tmp_path: Path) -> None:
             f"OPTIMIZER {step}",
             f"INPUT {step + 1}",
         ]
+
+
+def test_a_run_delay_of_nothing_is_told_from_none_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = ProcessUsage()
+    monkeypatch.setattr("paceline.observe.process_usage.os.listdir", lambda _: ["1"])
+    for delay_ns, grows_by in ((7, 7), (7, 1), (9, 2)):
+        monkeypatch.setattr("paceline.observe.process_usage._read_delay_ns", {"1": delay_ns}.get)
+        before_ns = usage.run_delay_ns
+        usage._read_delays()
+        assert usage.run_delay_ns - before_ns == grows_by

@@ -92,6 +92,17 @@ def test_a_count_is_divided_by_the_length_of_steps() -> None:
     assert spread_counts(too_much, 2)[0].run_delay_ns == 2 * records[0].duration_ns
 
 
+def test_a_delay_is_not_divided_among_steps_that_had_none() -> None:
+    """1 ns means that it was asked for, and there was none."""
+    records = make_run(Job(steps=6)).histories[0].steps
+    asked = {2: 1, 5: 30 * MS}
+    counted = [replace(record, run_delay_ns=asked.get(at, 0)) for at, record in enumerate(records)]
+    found = [record.run_delay_ns for record in spread_counts(counted, 1)]
+    assert sum(found[:3]) == 1
+    assert sum(found[3:]) == pytest.approx(30 * MS, abs=4)
+    assert all(found[3:])
+
+
 def test_cpu_time_and_faults_are_divided_among_the_steps_that_they_are_from() -> None:
     """Steps shorter than 20 ms: CPU time and faults are asked for in some of them."""
     records = make_run(Job(steps=6)).histories[0].steps

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,6 +94,29 @@ def test_torchfrtrace_reads_it_and_names_the_rank_that_left(tmp_path: Path) -> N
     assert "gloo:all_reduce" in text
     assert "missing ranks: {1}" in text
     assert (tmp_path / "left" / "rank_1").stat().st_mode & 0o777 == 0o600
+
+
+def test_dumps_are_private_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the umask, and whoever may read what was there before."""
+    modes: list[int] = []
+    dump = pickle.dump
+
+    def spy(value: object, file: Any) -> None:
+        modes.append(os.fstat(file.fileno()).st_mode & 0o777)
+        dump(value, file)
+
+    monkeypatch.setattr(pickle, "dump", spy)
+    (tmp_path / "rank_0").write_text("")
+    (tmp_path / "rank_0").chmod(0o666)
+    with (tmp_path / "rank_0").open() as before:
+        old = os.umask(0)
+        try:
+            write_dumps(tmp_path, make_run(Job(steps=6, ranks=2)).histories)
+        finally:
+            os.umask(old)
+        assert before.read() == "", "who had it open sees nothing"
+    assert modes == [0o600] * 2
+    assert [(tmp_path / f"rank_{n}").stat().st_mode & 0o777 for n in (0, 1)] == [0o600] * 2
 
 
 def test_a_slower_phase_is_found_and_the_rest_is_noise() -> None:

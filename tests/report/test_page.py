@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,48 @@ class TestPage:
         assert box["x"] + box["width"] <= 400
         overflow = "(e) => e.closest('.scroll').scrollWidth - e.closest('.scroll').clientWidth"
         assert page.locator("#stragglers").evaluate(overflow) == 0
+
+    def test_a_phone_has_no_empty_tile_and_no_keys(
+        self, rendered: tuple[Path, Analysis], open_page: Open
+    ) -> None:
+        page = open_page(rendered[0], 400).page
+        last = page.locator(".tiles > div").last.bounding_box()
+        tiles = page.locator(".tiles").bounding_box()
+        assert last["x"] + last["width"] == pytest.approx(tiles["x"] + tiles["width"], abs=2)
+        assert not page.locator(".keys").is_visible()
+        assert open_page(rendered[0]).page.locator(".keys").is_visible()
+
+    def test_a_loss_that_nobody_logged_is_not_in_the_legend(
+        self, rendered: tuple[Path, Analysis], tmp_path: Path, open_page: Open
+    ) -> None:
+        run = make_run(Job(steps=20))
+        none = tuple(
+            replace(h, steps=tuple(replace(each, loss=float("nan")) for each in h.steps))
+            for h in run.histories
+        )
+        (tmp_path / "r.html").write_text(render_report(analyse(replace(run, histories=none))))
+        opened = open_page(tmp_path / "r.html")
+        assert "loss" not in opened.text("#chart .u-legend")
+        assert opened.errors == []
+        assert "loss" in open_page(rendered[0]).text("#chart .u-legend")
+
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_words_in_the_timeline_can_be_read(
+        self, rendered: tuple[Path, Analysis], open_page: Open, scheme: str
+    ) -> None:
+        """At least 4.5 to 1, on the colour of each phase."""
+        found = open_page(rendered[0], 1600, scheme).page.evaluate(
+            """() => KINDS.map((kind) => {
+              const light = (hex) => [1, 3, 5]
+                .map((at) => parseInt(hex.slice(at, at + 2), 16) / 255)
+                .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+                .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0.05);
+              const [one, other] = [colour(kind), inkOn(colour(kind))].map(light);
+              return [kind, Math.max(one, other) / Math.min(one, other)];
+            })"""
+        )
+        assert len(found) >= 6
+        assert [kind for kind, ratio in found if ratio < 4.5] == []
 
     @pytest.mark.alone
     def test_opens_within_3_s(self, tmp_path: Path, open_page: Open) -> None:

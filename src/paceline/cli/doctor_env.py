@@ -182,16 +182,33 @@ def _available_memory() -> int:
 
 
 def _cgroup_memory() -> tuple[int | None, int]:
-    for path, limit, used in (
-        (_own_cgroup(), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    """Return the limit and what is in use, of the first cgroup that has a limit."""
+    root = Path("/sys/fs/cgroup")
+    for path in (_own_cgroup(), root, root / "memory"):
         with contextlib.suppress(OSError, ValueError):
-            text = (path / limit).read_text().strip()
-            if text != "max" and int(text) < 1 << 60:
-                return int(text), int((path / used).read_text())
+            found = cgroup_memory_of(path)
+            if found is not None:
+                return found
     return None, 0
+
+
+def cgroup_memory_of(path: Path) -> tuple[int, int] | None:
+    """Return a cgroup's limit and what is in use, of either version; None without a limit.
+
+    Files that nobody has used lately are in memory only until somebody needs it.
+
+    Raises:
+        OSError, ValueError: It is no cgroup of memory.
+    """
+    limit, used, idle = "memory.max", "memory.current", "inactive_file"
+    if not (path / limit).exists():
+        limit, used, idle = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    text = (path / limit).read_text().strip()
+    if text == "max" or int(text) >= 1 << 60:
+        return None
+    pairs = (line.split() for line in (path / "memory.stat").read_text().splitlines())
+    cached = next((int(pair[1]) for pair in pairs if pair[0] == idle), 0)
+    return int(text), max(0, int((path / used).read_text()) - cached)
 
 
 def _own_cgroup() -> Path:

@@ -32,7 +32,7 @@ class ProcessUsage:
         cpu_ns: CPU time of all threads; from the last time it was asked for.
         major_faults: Pages that had to come from disk; from the same time.
         run_delay_ns: How long threads were ready to run and had no core; from the last time it was
-            asked for.
+            asked for. It grows by 1 at least, each time.
         throttled_ns: How long its cgroup had no CPU quota left, not older than a second.
         rss_bytes: Memory, not older than a second if somebody calls :meth:`refresh`.
     """
@@ -86,9 +86,10 @@ class ProcessUsage:
             for thread in os.listdir(_TASKS):
                 delays_ns[thread] = _read_delay_ns(thread)
         before = self._delays_ns
-        self.run_delay_ns += sum(
+        more_ns = sum(
             max(0, delay_ns - before.get(thread, 0)) for thread, delay_ns in delays_ns.items()
         )
+        self.run_delay_ns += max(1, more_ns)  # whoever sees it grow knows that it was asked for
         self._delays_ns = delays_ns
 
 

@@ -7,9 +7,10 @@ makes wrappers.
 [Note: when a record is written]
 Training leaves nothing of the recorder in the caches, so the first record that is written takes as
 long as ten that follow it. Steps that are over are therefore kept for 50 ms and written together,
-with one status; at the end of the process at once, and at once if somebody listens. A process that
-is killed loses the records of its last 50 ms. What a rank does at this moment is never delayed: it
-is a word of its own (:meth:`Recorder.set_activity`).
+with one status; at the end of the process at once, and at once if somebody listens. Only a forward
+writes, also one of an evaluation. So a process that is killed loses the steps that ended in the
+50 ms before its last forward, and the step that no forward has ended. What a rank does at this
+moment is never delayed: it is a word of its own (:meth:`Recorder.set_activity`).
 """
 
 from __future__ import annotations
@@ -110,6 +111,11 @@ class Recorder:
         except Exception as error:
             self._turn_off(error)
         if is_end or self.listeners or time.perf_counter_ns() >= self._next_write_ns:
+            self.write_steps()
+
+    def write_if_due(self) -> None:
+        """Write what is over if it has waited long enough: training may have paused."""
+        if self._over and time.perf_counter_ns() >= self._next_write_ns:
             self.write_steps()
 
     def _finish(self, step: PendingStep, values: LoggedValues) -> None:

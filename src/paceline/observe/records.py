@@ -86,7 +86,7 @@ class StepRecord:
         cpu_ns: CPU time of the whole process since it was last asked for; 0: it was not. It is, in
             every step of 20 ms and more.
         run_delay_ns: How long its threads were ready to run and had no core, since it was last
-            asked for.
+            asked for; 0: it was not. 1 means none.
         major_faults: Pages that had to come from disk; asked for together with ``cpu_ns``.
         is_skipped: Left out by ``nonfinite="skip"``.
         is_joined: This rank had run out of inputs and only took part in the others' collectives

@@ -92,6 +92,8 @@ class StepRecorder:
         recorder = self._recorder
         if recorder.pending:
             recorder.finish_steps(self._pending if is_training else None)
+        elif not is_training:
+            recorder.write_if_due()
         now = _now_ns()
         if recorder.outermost in (NOBODY, self._wrapper):
             recorder.outermost = self._wrapper

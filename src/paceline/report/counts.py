@@ -15,6 +15,7 @@ from paceline.observe.records import StepRecord
 def spread_counts(records: Sequence[StepRecord], threads: int) -> list[StepRecord]:
     """Divide each count among the steps since the one before, by their length.
 
+    A count of 0 was not asked for; a run delay of 1 ns is none (records.py).
     A run delay cannot be more than all threads waiting all the time. The first one may be: it has
     what came together before training began.
     """

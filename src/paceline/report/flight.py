@@ -7,6 +7,7 @@ last ones, and ``torchfrtrace`` names it. Called by ``cli/report.py``.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,8 +42,10 @@ def write_dumps(folder: Path, histories: Sequence[RankHistory]) -> list[Path]:
             "entries": list(entries),
         }
         path = folder / f"{PREFIX}{history.info.rank}"
-        path.write_bytes(pickle.dumps(dump))
-        path.chmod(0o600)
+        path.unlink(missing_ok=True)  # what is there may be open to others
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o600), "wb") as file:
+            pickle.dump(dump, file)
         written.append(path)
     return written
 

@@ -18,9 +18,12 @@ DEEPSPEED = Path(__file__).parents[3] / "build" / "deepspeed"
 SMALL = ["bench", "allreduce", "--ranks", "2", "--sizes", "256,64K", "--rounds", "3"]
 
 
-def test_table_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    numbers = tmp_path / "out.json"
-    assert main([*SMALL, "--contenders", "gloo,paceline", "--json", str(numbers)]) == 0
+@pytest.mark.may_leave("descriptors")  # matplotlib keeps its fonts open
+def test_table_json_and_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    numbers, plot = tmp_path / "out.json", tmp_path / "out.png"
+    words = [*SMALL, "--contenders", "gloo,paceline", "--json", str(numbers), "--plot", str(plot)]
+    assert main(words) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
     found = json.loads(numbers.read_text())["comparisons"]
     assert [each["title"] for each in found] == ["256 B, 2 ranks", "64 KiB, 2 ranks"]
     for each in found:

@@ -66,10 +66,13 @@ def make_number() -> int:
     return 3
 
 
+@pytest.mark.may_leave("descriptors")  # matplotlib keeps its fonts open
 def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    numbers = tmp_path / "out.json"
+    numbers, plot = tmp_path / "out.json", tmp_path / "out.svg"
     words = [*QUICK, "--rounds", "6", "--compare", "wrappers,hooks", "--json", str(numbers)]
+    words += ["--plot", str(plot)]
     assert main(["bench", "ddp", "--model", f"{HERE}:make", *words]) == 0
+    assert "<svg" in plot.read_text()
     [found] = json.loads(numbers.read_text())["comparisons"]
     assert list(found["times_ms"]) == [
         *NAMES,

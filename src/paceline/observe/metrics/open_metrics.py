@@ -99,7 +99,8 @@ class OpenMetrics:
         self._lock = threading.Lock()
         self._totals = _Totals()
         self._labels = "" if rank is None else f'rank="{rank}",'
-        server = self._server = _Server((host, port), _make_handler(self))
+        server = _Server((host, port), _make_handler(self))
+        self._server: _Server | None = server
         self.port = int(server.server_address[1])
         self._thread = threading.Thread(target=server.serve, name="paceline metrics", daemon=True)
         self._thread.start()

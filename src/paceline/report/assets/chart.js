@@ -47,15 +47,15 @@ class StepChart {
       axes: [
         { ...axis, values: (_, places) => places.map((place) => (Number.isInteger(place) ? number(place) : "")) },
         { ...axis, scale: "ms", size: 62, values: (_, values) => values.map((value) => (value ? showMs(value * 1000) : "0")) },
-        { ...axis, scale: "loss", side: 1, size: 56, show: hasLoss, grid: { show: false } },
-      ],
+        { ...axis, scale: "loss", side: 1, size: 56, grid: { show: false } },
+      ].slice(0, hasLoss ? 3 : 2),
       series: [
         { label: "step", value: (_, place) => (place == null ? "–" : number(place)) },
         { label: "step time", scale: "ms", stroke: colour("forward"), width: 1.5, fill: fill("forward", 12), value: ms },
         { label: "waiting for ranks", scale: "ms", stroke: colour("lost"), width: 1.2, fill: fill("lost", 25), value: ms },
-        { label: "loss", scale: "loss", stroke: colour("optimizer"), width: 1.8, show: hasLoss, value: (_, value) => (value == null ? "–" : value.toPrecision(4)) },
-      ],
-    }, this.data, this.place);
+        { label: "loss", scale: "loss", stroke: colour("optimizer"), width: 1.8, value: (_, value) => (value == null ? "–" : value.toPrecision(4)) },
+      ].slice(0, hasLoss ? 4 : 3),
+    }, this.data.slice(0, hasLoss ? 4 : 3), this.place);
     if (before && before.min != null && before.max != null) this.plot.setScale("x", { min: before.min, max: before.max });
     this.place.querySelector("canvas").setAttribute("aria-hidden", "true"); // the place has the name
     this.listenForClicks();

@@ -4,6 +4,16 @@
 const GUTTER = 58, AXIS = 22, LANE = 24, BUCKET_LANE = 20, GAP = 12;
 const KINDS = ["input", "forward", "loss", "backward", "lost", "exposed", "optimizer"];
 
+// White or nearly black, whichever is easier to read on a colour (#rrggbb).
+function inkOn(background) {
+  const [red, green, blue] = [1, 3, 5].map((at) => {
+    const part = parseInt(background.slice(at, at + 2), 16) / 255;
+    return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  });
+  const light = 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  return 1.05 / (light + 0.05) > (light + 0.05) / 0.058 ? "#ffffff" : "#15181d";
+}
+
 class Timeline {
   constructor(run, canvas, overview, detail) {
     Object.assign(this, { run, canvas, overview, detail, shown: run.ranks, chosen: -1 });
@@ -230,11 +240,13 @@ class Timeline {
     g.fillStyle = this.colours[kind];
     g.fillRect(x, y, Math.max(0.4, width - (width > 4 ? 1 : 0)), LANE);
     if (kind === "lost") this.hatch(g, x, y, width);
+    // It may begin left of what is shown, and end right of it.
+    const left = Math.max(x, GUTTER), room = Math.min(x + width, this.canvas.clientWidth) - left;
     const word = { lost: "waiting", exposed: "comm." }[kind] ?? kind;
-    const text = width > 110 ? `${word} ${showMs(to - from)}` : word;
-    if (g.measureText(text).width + 10 > width) return;
-    g.fillStyle = kind === "loss" ? this.colours.ink : "#fff";
-    g.fillText(text, Math.max(x, GUTTER) + 6, y + LANE / 2 + 0.5);
+    const text = room > 110 ? `${word} ${showMs(to - from)}` : word;
+    if (g.measureText(text).width + 10 > room) return;
+    g.fillStyle = inkOn(this.colours[kind]);
+    g.fillText(text, left + 6, y + LANE / 2 + 0.5);
   }
 
   hatch(g, x, y, width) {
