@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import threading
 from multiprocessing.connection import Pipe
 
 import pytest
 
 from paceline.elastic.client import CoordinatorClient
 from paceline.elastic.protocol import receive, send
+from paceline.errors import MembershipError
 
 HANG_S = 60.0
+
+
+class Paused(threading.Event):
+    """Whoever frees a rank stands still after it has looked, until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_looked, self.may_go_on = threading.Event(), threading.Event()
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        if threading.current_thread().name == "paceline-free" and not found:
+            self.has_looked.set()
+            self.may_go_on.wait(HANG_S)
+        return found
+
+
+def test_nothing_is_freed_once_the_rank_has_left() -> None:
+    happened: list[str] = []
+    ours, theirs = Pipe()
+    client = CoordinatorClient(theirs, 0, committed=lambda: 0, free=lambda: happened.append("free"))
+    client._left = left = Paused()
+    assert receive(ours)["kind"] == "hello"
+    send(ours, "end", why="a rank died", after=-1)
+    assert left.has_looked.wait(HANG_S)
+
+    def leave() -> None:
+        client.ready(3, True)
+        happened.append("next epoch")
+
+    rank = threading.Thread(target=leave)
+    rank.start()
+    if not ours.poll(0.3):  # it waits for the one that frees; too short a time hides a mistake
+        left.may_go_on.set()
+    assert receive(ours)["kind"] == "ready"
+    send(ours, "begin", epoch=1)
+    rank.join(HANG_S)
+    left.may_go_on.set()
+    client.close()
+    assert happened[-1] == "next epoch"
+    ours.close()
+
+
+def test_a_message_that_makes_no_sense_is_the_last() -> None:
+    ours, theirs = Pipe()
+    client = CoordinatorClient(theirs, 0, committed=lambda: 0, free=lambda: None)
+    send(ours, "end", why="without a step")
+    with pytest.raises(MembershipError, match="the launcher is gone"):
+        client.wait_decision()
+    client.close()
+    ours.close()
 
 
 @pytest.mark.parametrize("word", ["end", "regroup"])

@@ -13,7 +13,8 @@ coordinator. When the launcher is gone, the handler ends the process as SIGTERM 
 ``end`` names the step after which the epoch is over, -1 after a death. The listener waits until
 that step is committed here, so that nobody is torn out of a step that can still be completed. Then
 it calls ``free`` again and again until the training thread has left: the training thread may enter
-another collective before it sees that all is over.
+another collective before it sees that all is over. A lock makes sure that nothing is freed once it
+has left: that might be the next epoch's.
 
 [Note: the coordinator is away]
 Nothing happens as long as nothing fails. If a collective fails, the rank waits for the coordinator
@@ -90,6 +91,7 @@ class CoordinatorClient:
         self._ended = threading.Event()
         self._left = threading.Event()
         self._lock = threading.Lock()
+        self._free_lock = threading.Lock()  # [Note: who frees whom]
         self._is_told_to_end = self._is_lost = self._is_closed = False
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._handler: Any = None
@@ -118,7 +120,8 @@ class CoordinatorClient:
 
     def ready(self, step: int, is_clean: bool) -> dict[str, Any]:
         """Say that this rank has left its epoch; wait for its place in the next."""
-        self._left.set()
+        with self._free_lock:
+            self._left.set()
         self._say("ready", step=step, is_clean=is_clean)
         return self.wait_decision()
 
@@ -229,6 +232,10 @@ class CoordinatorClient:
             pass
         except MembershipError as error:
             logger.error("%s", error)
+        except Exception:
+            logger.exception(
+                "what the launcher said makes no sense, and is the last that was heard"
+            )
         self._is_lost = True
         self._decisions.put(None)
         if self._is_told_to_end and not self._is_closed:
@@ -257,16 +264,23 @@ class CoordinatorClient:
     def _end(self, after: int, ended: threading.Event, left: threading.Event) -> None:
         while self._committed() < after and not left.is_set():
             time.sleep(0.002)
-        self.ended_s = time.monotonic()
         ended.set()
-        while not left.is_set():
-            self._free()
+        while self._free_unless(left):
             left.wait(FREE_EVERY_S)
+
+    def _free_unless(self, left: threading.Event) -> bool:
+        with self._free_lock:
+            is_in = not left.is_set()
+            if is_in:
+                self.ended_s = self.ended_s or time.monotonic()
+                self._free()
+        return is_in
 
     def close(self) -> None:
         """End the conversation."""
         self._is_closed = True
-        self._left.set()
+        with self._free_lock:
+            self._left.set()
         self._stop_catching()
         with contextlib.suppress(OSError):
             os.write(self._wake_w, b"c")
