@@ -137,15 +137,15 @@ class Training:
         while rounds:
             for batch in self.loader:
                 self._run(batch)
-                self.loader.advance()
                 rounds -= 1
                 if self.ddp.shard_round % self.example.rounds == 0:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                 if not rounds:
                     break
-            if not len(self.loader):
+            if self.loader.position == self.loader.rounds:
                 self.loader.set_epoch(self.loader.epoch + 1)
+            self.loader.load_state_dict(self.loader.state_dict())  # go on there
 
     def _run(self, batch: Any) -> None:
         if "sync" in self.example.layers:

@@ -125,6 +125,8 @@ class State:
                 "further data by hand, by state.step"
             )
         self.sampler = cursor
+        if isinstance(cursor, ShardLoader):
+            cursor.is_moved_by_commits = True
         if hasattr(cursor, "on_size"):
             cursor.on_size = self._weigh
 

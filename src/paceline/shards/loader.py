@@ -6,9 +6,11 @@ set and a collate function draw at random (augmentation) comes from a stream tha
 micro-batch, whichever worker loads it.
 
 [Note: where an epoch stands]
-``position`` counts rounds. Only :meth:`ShardLoader.advance` moves it, which
-``elastic.State.commit`` calls: rounds that were loaded ahead, or by a rank that died, are loaded
-again from the same place.
+``position`` counts rounds that are done with. A round is, as soon as it is handed out: who saves
+after its update goes on with the next one. Rounds that workers have loaded ahead do not count. In
+an ``elastic.State`` only a commit moves it (:meth:`ShardLoader.advance`): rounds that were handed
+out, or that a rank had that died, are loaded again from the same place. A new iterator begins the
+epoch anew, unless it was told to go on: by a state that was loaded, or by ``advance``.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ class ShardLoader:
     Attributes:
         epoch: Which order is drawn.
         position: Rounds of this epoch that are done with.
+        is_moved_by_commits: It belongs to an ``elastic.State``.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class ShardLoader:
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = self.position = 0
+        self.is_moved_by_commits = self._goes_on = False
         if not self.rounds:
             raise ConfigurationError(
                 f"{self.samples} samples do not fill a round of {self._shards} shards of "
@@ -112,16 +116,24 @@ class ShardLoader:
         return self.samples // size if self.drop_last else -(-self.samples // size)
 
     def __len__(self) -> int:
-        """Rounds that are left in this epoch."""
-        return max(0, self.rounds - self.position)
+        """Rounds that a new iterator yields."""
+        return max(0, self.rounds - self._begin())
+
+    def _begin(self) -> int:
+        return self.position if self.is_moved_by_commits or self._goes_on else 0
 
     def __iter__(self) -> Iterator[MicroBatches]:
         """Yield this rank's micro-batches of each round that is left."""
         owned = len(self._ddp.shard_shares.owned)
+        number = self.position = self._begin()
+        epoch, self._goes_on = self.epoch, False
         micros = MicroBatches()
         for micro in self._loader:
             micros.append(micro)
             if len(micros) == owned:
+                number += 1
+                if not self.is_moved_by_commits and epoch == self.epoch:
+                    self.position = number
                 yield micros
                 micros = MicroBatches()
 
@@ -146,11 +158,11 @@ class ShardLoader:
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of another epoch; in the present one, go on where it stands."""
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self.epoch, self.position, self._goes_on = epoch, 0, False
 
     def advance(self, rounds: int = 1) -> None:
-        """Say that so many rounds are done with."""
-        self.position += rounds
+        """Say that so many more rounds are done with; a new iterator goes on behind them."""
+        self.position, self._goes_on = self.position + rounds, True
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands; good for any number of ranks."""
@@ -159,7 +171,7 @@ class ShardLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there, from the next iterator on."""
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self.seed = int(state["seed"])
+        self.seed, self._goes_on = int(state["seed"]), True
 
 
 class SamplePlaces(list[int]):

@@ -1,0 +1,105 @@
+"""Where a ``ShardLoader`` stands: what is saved after a step goes on with the next one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import ShardLoader
+from paceline.shards.tree import Shares
+
+SHARDS, MICRO, SAMPLES = 4, 2, 40  # 5 rounds of 8
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Place:
+    """What a loader wants to know of a wrapper."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.shard_shares = Shares(SHARDS, rank, world)
+
+
+def loader_on(rank: int = 0, world: int = 1, **options: Any) -> ShardLoader:
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more than there are cores
+    return ShardLoader(Numbers(), Place(rank, world), MICRO, **options)
+
+
+def round_of(batch: Any) -> list[int]:
+    return [sample for micro in batch for sample in micro.tolist()]
+
+
+def train(loader: ShardLoader, epochs: int, stop_after: int = -1) -> tuple[list[Any], Any]:
+    """Train as users do; save after each step, in the loop. Return samples and the last state."""
+    seen: list[Any] = []
+    saved: Any = None
+    for epoch in range(loader.epoch, epochs):
+        loader.set_epoch(epoch)
+        for batch in (rounds := iter(loader)):
+            seen.append((epoch, round_of(batch)))
+            saved = loader.state_dict()
+            if len(seen) == stop_after:
+                list(rounds)  # what workers have loaded ahead
+                return seen, saved
+    return seen, saved
+
+
+@pytest.mark.parametrize(("steps", "workers"), [(1, 0), (3, 0), (3, 2), (5, 0), (7, 0), (10, 0)])
+def test_a_plain_loop_goes_on_where_it_was_saved(steps: int, workers: int) -> None:
+    options = {"prefetch_factor": 4} if workers else {}
+    expected, _ = train(loader_on(), 2)
+    assert len({tuple(each) for _, each in expected}) == 10
+    begun, saved = train(loader_on(num_workers=workers, **options), 2, steps)
+    other = loader_on(seed=5, num_workers=workers, **options)
+    other.load_state_dict(saved)
+    assert len(other) == 5 * (other.epoch + 1) - steps
+    assert begun + train(other, 2)[0] == expected
+
+
+def test_at_another_number_of_ranks() -> None:
+    expected, _ = train(loader_on(), 2)
+    _, saved = train(loader_on(), 2, 4)
+    rests = []
+    for rank in range(3):
+        loader = loader_on(rank, 3)
+        loader.load_state_dict(saved)
+        rests.append(train(loader, 2)[0])
+    for whole, *parts in zip(expected[4:], *rests, strict=True):
+        assert whole[1] == [sample for _, part in parts for sample in part]
+
+
+def test_an_epoch_begins_anew_unless_it_is_told_to_go_on() -> None:
+    loader = loader_on()
+    first = [round_of(batch) for batch in loader]
+    assert [round_of(batch) for batch in loader] == first  # without set_epoch
+    for _ in range(2):
+        assert round_of(next(iter(loader))) == first[0]  # a glance at the data
+    assert len(loader) == 5
+    loader.load_state_dict({"epoch": 0, "position": 2, "seed": 0})
+    loader.advance(1)
+    loader.set_epoch(0)
+    assert len(loader) == 2
+    assert [round_of(batch) for batch in loader] == first[3:]
+
+
+def test_only_commits_move_it_in_an_elastic_state() -> None:
+    from paceline import elastic
+
+    loader = loader_on()
+    state = elastic.State(loader=loader, step=0)
+    rounds = iter(loader)
+    next(rounds), next(rounds)
+    assert loader.position == 0
+    state.commit(batches=2)
+    next(rounds)
+    assert loader.position == 2
+    assert len(list(loader)) == 3
