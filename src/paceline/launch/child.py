@@ -47,7 +47,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id. Waits until it has one.
+        """Its process id. Waits until it has one, and raises as :meth:`wait_started` does."""
+        self.wait_started()
+        return self._pid
+
+    def wait_started(self) -> None:
+        """Wait until it has a process id.
 
         Raises:
             ForkServerError: It never will.
@@ -65,7 +70,6 @@ class Child:
                 f"the system refuses another process: {os.strerror(-self._pid)}; look at `ulimit "
                 "-u`, the cgroup's pids.max and the memory that is left, or start fewer ranks"
             )
-        return self._pid
 
     def run(self, function: Callable[..., Any], *args: Any) -> None:
         """Give the order: call ``function(pipe, *args)``, importable, and end the process with it.
@@ -89,7 +93,7 @@ class Child:
         """Wait until it has ended and return its exit code; None if the time is over before."""
         if self.exit_code is None and self._control.fileno() >= 0:
             with contextlib.suppress(ForkServerError):
-                assert self.pid
+                self.wait_started()
             if not _wait_readable(self._control, timeout_s):
                 return None
             data = self._receive(CHILD_ENDED.size)

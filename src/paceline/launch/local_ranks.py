@@ -70,7 +70,7 @@ class LocalRank:
         Raises:
             ForkServerError: There could be no process for it.
         """
-        assert self.child.pid
+        self.child.wait_started()
         self.hear_words()
         return self.child.wait(0.0) is not None
 

@@ -332,6 +332,6 @@ def main(setup: dict[str, Any]) -> NoReturn:
     if connection is not None:
         inherit_fork_server(connection)
     if "triton" in sys.modules:
-        # What is frozen is never collected, and at the end Triton prints each such object as a leak.
+        # What is frozen is never collected, and Triton prints each such object as a leak.
         atexit.register(gc.unfreeze)
     sys.exit(_run_order(pipe))

@@ -46,7 +46,7 @@ def cut_batch(batch: Any, shards: range, count: int, rank: int) -> Sequence[Any]
             "each sample, also in tuples, lists, dicts, dataclasses and types that are registered "
             "with torch.utils._pytree. Leave the rest out of ddp.shards(...)."
         )
-    sizes = set(found.values()) or {0}
+    sizes = {size or 0 for size in found.values()} or {0}
     if len(sizes) != 1 or 0 in sizes or next(iter(sizes)) % len(shards):
         told = ", ".join(f"{place}: {size}" for place, size in list(found.items())[:5])
         raise ConfigurationError(
