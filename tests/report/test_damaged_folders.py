@@ -166,6 +166,15 @@ def test_any_numbers_with_right_checksums(
     run_all(folder)
 
 
+@pytest.mark.parametrize(("later", "loss"), [(1 << 60, 1.0), (-(1 << 60), 1.0), (0, 1.7e308)])
+def test_numbers_that_a_page_has_no_room_for(tmp_path: Path, later: int, loss: float) -> None:
+    folder = RunFolder(tmp_path)
+    for history in simulate(Job(ranks=2, steps=6)):
+        steps = [replace(each, step=each.step + later, loss=loss) for each in history.steps]
+        write_history(replace(history, steps=steps), folder.events(history.info.rank), 1 << 20)
+    run_all(tmp_path)
+
+
 @pytest.mark.parametrize("world", [-1, 10**18])
 def test_a_world_that_cannot_be_costs_no_memory(tmp_path: Path, world: int) -> None:
     path = write_folder(Job(ranks=2, steps=6), tmp_path / "run", 1 << 20)
