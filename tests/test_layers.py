@@ -34,6 +34,7 @@ LAYERS = (
         "gloo_threads",
         "exit_reason",
         "printable",
+        "processes",
         "thread_state",
         "torch_private",
         "types",

@@ -21,7 +21,7 @@ from paceline.observe.records import Activity, Status
 from paceline.observe.ring import EventWriter
 from paceline.observe.ring_layout import MIN_BYTES
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.processes import host_name
+from paceline.processes import host_name
 from tests.observe.sample_records import INFO
 
 DAY_NS = 24 * 3600 * 1_000_000_000

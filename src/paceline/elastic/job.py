@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,6 +37,7 @@ from paceline.launch.output import LogFile
 from paceline.launch.rendezvous import JOIN_S, Endpoint, HostEnded
 from paceline.launch.screen import Screen
 from paceline.observe.run_folder import RECORD_AS, RunFolder
+from paceline.processes import host_name
 
 _FAREWELL_S = 60.0  # for other hosts to finish
 _STOP_S = 5.0  # for other hosts to hear that the job is told to end
@@ -291,7 +291,7 @@ class ElasticJob(Job):
         if found.epoch:
             self._warn(found.describe())
         if self._is_first_host and self._agent is not None:
-            here = {"host": socket.gethostname(), "pids": self._agent.pids_that_train()}
+            here = {"host": host_name(), "pids": self._agent.pids_that_train()}
             line = {"at_s": time.time(), **asdict(found), **here}
             with contextlib.suppress(OSError), self._folder.membership.open("a") as file:
                 file.write(json.dumps(line) + "\n")

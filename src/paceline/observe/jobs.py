@@ -18,6 +18,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigurationError
 from paceline.observe.untrusted import MAKES_NO_SENSE, read_fields
+from paceline.processes import start_ticks
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Job:
 
     def is_running(self) -> bool:
         """Say whether its launcher is there."""
-        return process_start_time(self.pid) == self.start_time
+        return start_ticks(self.pid) == self.start_time
 
 
 def registry() -> Path:
@@ -76,7 +77,7 @@ def _check_private(path: Path) -> None:
 def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
     """Be in the list meanwhile. A list that cannot be written is no reason not to train."""
     pid = os.getpid()
-    job = Job(pid, process_start_time(pid), str(folder.absolute()), tuple(command))
+    job = Job(pid, start_ticks(pid), str(folder.absolute()), tuple(command))
     entry: Path | None = None
     with contextlib.suppress(OSError, ConfigurationError):
         entry = registry() / f"{pid}.json"
@@ -104,14 +105,6 @@ def running_jobs() -> list[Job]:
         else:
             path.unlink(missing_ok=True)
     return sorted(found, key=lambda job: job.start_time)
-
-
-def process_start_time(pid: int) -> int:
-    """In ticks since boot; 0 if there is no such process, or no /proc."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 def _read(path: Path) -> Job | None:

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from paceline.observe.run_folder import RunFolder, write_private
-from paceline.observe.stall.processes import (
+from paceline.processes import (
     ProcessState,
     host_name,
     process_space,

@@ -21,8 +21,8 @@ from paceline.observe.membership import MembershipChange, Standing, read_members
 from paceline.observe.records import Activity, Status
 from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.processes import ProcessState, host_name, process_state
 from paceline.observe.stall.threads import WORDS
+from paceline.processes import ProcessState, host_name, process_state
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.shm.core.members import Member, by_host, describe_self, host_key
+from paceline.liveness import host_key
+from paceline.shm.core.members import Member, by_host, describe_self
 
 
 def member(rank: int, host: str) -> Member:

@@ -29,14 +29,14 @@ from paceline.observe.stall.account import (
     read_watch_info,
     write_text,
 )
-from paceline.observe.stall.processes import (
+from paceline.observe.stall.stacks import ask_all_stacks, innermost_place, sort_stacks
+from paceline.observe.stall.threads import WORDS
+from paceline.processes import (
     ProcessState,
     cpu_ticks,
     process_space,
     process_state,
 )
-from paceline.observe.stall.stacks import ask_all_stacks, innermost_place, sort_stacks
-from paceline.observe.stall.threads import WORDS
 
 _PAUSE_S = 0.05
 _SINCE = re.compile(r", in it for [\d.]+ s")  # differs from rank to rank

@@ -29,10 +29,10 @@ from paceline.observe.stall.budget import FIRST_STEPS, Budget, WaitKind, ended_w
 from paceline.observe.stall.claims import Claims
 from paceline.observe.stall.own_account import describe_self
 from paceline.observe.stall.probes import probes
-from paceline.observe.stall.processes import ProcessState, host_name, process_space, start_ticks
 from paceline.observe.stall.report import name_culprit, report_text
 from paceline.observe.stall.stacks import StackWriter
 from paceline.observe.stall.views import RankView, behind, look_at_files, look_at_ranks
+from paceline.processes import ProcessState, host_name, process_space, start_ticks
 
 logger = logging.getLogger("paceline")
 

@@ -253,8 +253,7 @@ class WaitMonitor:
         wait.log.tell(self.members[self.index].rank, what, waited_s, describe)
 
     def _describe(self, peer: int, row: Any, answer: Answer | None) -> str:
-        member = self.members[peer]
-        who = f"rank {member.rank} (pid {member.pid} on {member.hostname})"
+        who = self.members[peer]
         if row.life == native.LIFE_WORKING:
             return f"{who} is in this collective, too, but slow"
         ago_s = (time.monotonic_ns() - row.since_ns) / 1e9
