@@ -36,6 +36,7 @@ from paceline.launch.local_ranks import LocalRank, error_file, rank_streams
 from paceline.launch.output import LogFile
 from paceline.launch.rendezvous import JOIN_S, Endpoint, HostEnded
 from paceline.launch.screen import Screen
+from paceline.observe.private_file import write_whole
 from paceline.observe.run_folder import RECORD_AS, RunFolder
 from paceline.processes import host_name
 
@@ -140,7 +141,7 @@ class ElasticJob(Job):
                 is_over=lambda: agent.outcome is not None,
             )
         with contextlib.suppress(OSError):  # then nobody can scale it
-            self._folder.coordinator.write_text(str(self._agent.directory))
+            write_whole(self._folder.coordinator, str(self._agent.directory))
 
     def _on_door(self, door: int) -> None:
         """Other hosts reach the stores here."""

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
+from paceline.observe.private_file import write_whole
 from paceline.observe.untrusted import MAKES_NO_SENSE, read_fields
 from paceline.processes import start_ticks
 
@@ -81,9 +82,7 @@ def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
     entry: Path | None = None
     with contextlib.suppress(OSError, ConfigurationError):
         entry = registry() / f"{pid}.json"
-        draft = entry.with_suffix(".new")  # a reader removes what is half written
-        draft.write_text(json.dumps(asdict(job)))
-        draft.replace(entry)
+        write_whole(entry, json.dumps(asdict(job)))
     try:
         yield job
     finally:

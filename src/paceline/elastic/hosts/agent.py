@@ -12,7 +12,6 @@ import json
 import os
 import selectors
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.elastic.handshake import KEY_BYTES, store_key
@@ -31,6 +30,7 @@ from paceline.elastic.protocol import (
     peers_path,
     store_path,
 )
+from paceline.observe.private_file import write_whole
 
 _EXITS = 8
 CUT_OFF = "its host has lost the coordinator, and its lease is over"
@@ -251,7 +251,7 @@ class Agent:
         elif kind == "answer":
             self.ranks.answer(int(message["ask"]), str(message["error"]))
         elif kind == "peers":
-            _write(peers_path(self.directory), json.dumps(message["listens"]))
+            write_whole(peers_path(self.directory), json.dumps(message["listens"]))
         elif kind == "store":
             self._launcher.on_store(int(message["door"]))
         else:
@@ -315,12 +315,3 @@ class Agent:
         self.ranks.close()
         self._mailbox.close()
         self._private.close()
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    draft = path.with_suffix(".new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)
