@@ -1,10 +1,11 @@
-"""Makes text that others wrote fit for a terminal.
+"""Makes text that others wrote fit for a terminal, and long lists fit for a sentence.
 
 Called wherever a peer's words, or those of a file, are shown. Must not know who wrote them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 SHOWN_CHARACTERS = 2000
@@ -15,3 +16,9 @@ def printable(text: Any, limit: int = SHOWN_CHARACTERS) -> str:
     """Make text fit to be shown: bounded, without control characters but line ends."""
     bounded = str(text)[:limit]
     return "".join(c if c.isprintable() or c == "\n" else " " for c in bounded)
+
+
+def listed(names: Sequence[object], most: int) -> str:
+    """Name the first few: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

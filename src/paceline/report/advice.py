@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.printable import listed
 from paceline.report.buckets import BucketSummary, Overlap
 
 # A gain below this share of a step is not worth a change.
@@ -196,7 +197,4 @@ def _size(size_bytes: float) -> str:
 
 
 def _names(bucket: BucketSummary) -> str:
-    if not bucket.parameters:
-        return "parameters unknown"
-    more = f" and {len(bucket.parameters) - 2} more" if len(bucket.parameters) > 2 else ""
-    return ", ".join(bucket.parameters[:2]) + more
+    return listed(bucket.parameters, 2) or "parameters unknown"

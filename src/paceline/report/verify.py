@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.errors import RecordsError
 from paceline.observe.checksum_file import RoundChecksums, read_run
+from paceline.printable import listed
 
 MAX_NAMES = 5
 
@@ -74,7 +75,8 @@ def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | Non
     if names:
         # What a round begins with is what the one before has made.
         before = f"step {number - 1}, or its update," if number else "the start"
-        text = f"{_listed(names)} differ at the start of step {number}: {before} made them so"
+        named = listed(names, MAX_NAMES)
+        text = f"{named} differ at the start of step {number}: {before} made them so"
         return Verdict(False, text, number, None, names)
     for shard in sorted(set(left.shards) & set(right.shards)):
         mine, theirs = left.shards[shard], right.shards[shard]
@@ -98,7 +100,7 @@ def compare_checkpoints(left: Path, right: Path) -> Verdict:
     names = [name for name in {**mine, **theirs} if not _is_same(mine.get(name), theirs.get(name))]
     if not names:
         return Verdict(True, f"equal: {len(mine)} values")
-    text = f"{_listed(tuple(names))} differ, of {len(mine)}"
+    text = f"{listed(names, MAX_NAMES)} differ, of {len(mine)}"
     return Verdict(False, text, names=tuple(names))
 
 
@@ -147,11 +149,6 @@ def _different(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[st
         for name in {**left, **right}:
             if left.get(name) != right.get(name):
                 yield name
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _span(rounds: Any) -> str:
