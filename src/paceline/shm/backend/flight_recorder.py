@@ -16,7 +16,6 @@ import pickle
 import sys
 import threading
 import time
-import types
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from paceline.containers import tensors_in
+from paceline.observe.stall.places import walk_out
 from paceline.torch_private.profiler import replace_flight_dumps
 
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -144,13 +144,14 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _frames() -> list[dict[str, Any]]:
     """Return the stack of the caller, without ours."""
-    found: list[dict[str, Any]] = []
-    frame: types.FrameType | None = sys._getframe(4)
-    while frame is not None and len(found) < MAX_FRAMES:
-        code = frame.f_code
-        found.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back
-    return found
+    return [
+        {
+            "name": frame.f_code.co_name,
+            "filename": frame.f_code.co_filename,
+            "line": frame.f_lineno,
+        }
+        for frame in itertools.islice(walk_out(sys._getframe(4)), MAX_FRAMES)
+    ]
 
 
 def _wanted_size() -> int:
