@@ -35,7 +35,7 @@ from paceline.torch_private.groups import registered_groups
 def free_collectives(
     wrappers: Iterable[DistributedDataParallel],
     peers: Iterable[int],
-    listens: Collection[str] = (),
+    listens: Collection[str],
 ) -> None:
     """Make every collective of this process end with an error.
 

@@ -104,7 +104,7 @@ class StepClock:
         """A forward begins that will be synchronised."""
         self.forward_began = time.perf_counter_ns()
 
-    def start_backward(self, buckets: int, *, is_joined: bool = False) -> None:
+    def start_backward(self, buckets: int, *, is_joined: bool) -> None:
         """Forget the previous step's buckets."""
         self.backward_began = time.perf_counter_ns()
         self.backward_ended = 0

@@ -48,8 +48,8 @@ def compare_runs(left: Path, right: Path) -> Verdict:
 def compare_rounds(
     left: Mapping[int, RoundChecksums],
     right: Mapping[int, RoundChecksums],
-    left_name: str = "A",
-    right_name: str = "B",
+    left_name: str,
+    right_name: str,
 ) -> Verdict:
     """The same for what was read."""
     common = sorted(set(left) & set(right))

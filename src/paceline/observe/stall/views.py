@@ -145,7 +145,7 @@ def look_at_files(folder: RunFolder) -> list[RankView]:
 
 
 def look_at_rank(
-    folder: RunFolder, rank: int, changes: Sequence[MembershipChange] = ()
+    folder: RunFolder, rank: int, changes: Sequence[MembershipChange]
 ) -> RankView | None:
     """What a rank's files and its process say; None if its records cannot be read."""
     try:
