@@ -1,4 +1,4 @@
-"""Makes text that others wrote fit for a terminal, and long lists fit for a sentence.
+"""Makes text that others wrote fit for a terminal; long lists and sizes, for people.
 
 Called wherever a peer's words, or those of a file, are shown. Must not know who wrote them.
 """
@@ -22,3 +22,12 @@ def listed(names: Sequence[object], most: int) -> str:
     """Name the first few: ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(str, names[:most])) + more
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes, for people: ``2.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size_bytes < 1000 or unit == "TiB":
+            break
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} {unit}"

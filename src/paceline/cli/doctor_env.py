@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.memory.segment import check_segment, create_segment
+from paceline.printable import size_text
 
 _MANY_DESCRIPTORS = 1024
 _LITTLE_BYTES = 1 << 30
@@ -343,7 +344,7 @@ def check_processes() -> Finding:
 def _size(size: int) -> str:
     if size >= resource.RLIM_INFINITY and resource.RLIM_INFINITY > 0:
         return "unlimited"
-    return f"{size / (1 << 30):.1f} GiB"
+    return size_text(size)
 
 
 def _limit(value: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from paceline.printable import size_text
 from paceline.report import figures, wording
 from paceline.report.analysis import Analysis, Measured, Suspect
 from paceline.report.compare import Change, Comparison
@@ -137,7 +138,7 @@ def environment() -> jinja2.Environment:
     found.filters |= {
         "ms": wording.duration,
         "percent": wording.percent,
-        "bytes": wording.size,
+        "bytes": size_text,
         "short": short,
         "sentence": sentence,
         "how_often": how_often,
