@@ -12,7 +12,7 @@ from paceline.elastic.job import ElasticPlan
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import KEY_FILE
 from paceline.errors import ConfigurationError
-from paceline.launch.rendezvous import Hosts
+from paceline.launch.rendezvous import JobHosts
 
 STUCK_AFTER_S = 300.0
 LEASE_S = 15.0
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"can read (or {KEY_FILE})")  # fmt: skip
 
 
-def make_elastic(args: argparse.Namespace, hosts: Hosts) -> ElasticPlan | None:
+def make_elastic(args: argparse.Namespace, hosts: JobHosts) -> ElasticPlan | None:
     """Check the options; None without ``--elastic``.
 
     Raises:
@@ -81,7 +81,7 @@ def make_elastic(args: argparse.Namespace, hosts: Hosts) -> ElasticPlan | None:
     return ElasticPlan(policy, maximum, stuck_s, lease_s, _key(args, hosts, lease_s))
 
 
-def _key(args: argparse.Namespace, hosts: Hosts, lease_s: float) -> bytes | None:
+def _key(args: argparse.Namespace, hosts: JobHosts, lease_s: float) -> bytes | None:
     """The secret that hosts prove to each other; on one host the launcher makes one."""
     if hosts.count == 1:
         for name in ("lease", "job_key"):

@@ -19,7 +19,7 @@ from rich.table import Table
 from paceline.errors import ConfigurationError
 from paceline.observe.run_folder import RUNS, find_run
 from paceline.report.analysis import Analysis, Measured, analyse, plain
-from paceline.report.compare import Comparison, compare
+from paceline.report.compare import RunComparison, compare
 from paceline.report.compare import headline as comparison_headline
 from paceline.report.files import cannot_write, report_file
 from paceline.report.flight import write_dumps
@@ -111,7 +111,7 @@ def _compare(args: argparse.Namespace, console: Console, folders: list[Path]) ->
     return 0
 
 
-def _table_of(comparison: Comparison) -> Table:
+def _table_of(comparison: RunComparison) -> Table:
     table = Table("", comparison.before, comparison.after, "difference (95 %)", "verdict")
     for change in comparison.changes:
         interval = f"{change.low_ms:+.3g} to {change.high_ms:+.3g} ms"

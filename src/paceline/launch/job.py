@@ -28,7 +28,7 @@ from paceline.launch.kernel import orphans_ended
 from paceline.launch.local_ranks import LocalRank, error_file, rank_streams
 from paceline.launch.memory_events import oom_kills
 from paceline.launch.output import LogFile, RankStream
-from paceline.launch.rendezvous import Endpoint, HostEnded, Hosts, keep_store
+from paceline.launch.rendezvous import Endpoint, HostEnded, JobHosts, keep_store
 from paceline.launch.screen import Screen
 from paceline.launch.signals import HANDLED, signals_heard
 from paceline.launch.target import Target
@@ -58,7 +58,7 @@ class JobPlan:
     """
 
     target: Target
-    hosts: Hosts
+    hosts: JobHosts
     run_id: str
     options: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None

@@ -29,7 +29,7 @@ _LOST = "paceline/lost"
 _FAILED = "paceline/failed/{}"
 
 
-class Roster:
+class PeerRoster:
     """What this rank knows of the others. Keys of ``deaths`` are ranks.
 
     Attributes:

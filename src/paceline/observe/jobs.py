@@ -23,7 +23,7 @@ from paceline.processes import start_ticks
 
 
 @dataclass(frozen=True)
-class Job:
+class ListedJob:
     """A job of this user on this host.
 
     Attributes:
@@ -75,10 +75,10 @@ def _check_private(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
+def listed_job(folder: Path, command: Sequence[str]) -> Iterator[ListedJob]:
     """Be in the list meanwhile. A list that cannot be written is no reason not to train."""
     pid = os.getpid()
-    job = Job(pid, start_ticks(pid), str(folder.absolute()), tuple(command))
+    job = ListedJob(pid, start_ticks(pid), str(folder.absolute()), tuple(command))
     entry: Path | None = None
     with contextlib.suppress(OSError, ConfigurationError):
         entry = registry() / f"{pid}.json"
@@ -90,7 +90,7 @@ def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
             entry.unlink(missing_ok=True)
 
 
-def running_jobs() -> list[Job]:
+def running_jobs() -> list[ListedJob]:
     """This user's jobs on this host, the oldest first; what is over is removed.
 
     Raises:
@@ -106,9 +106,9 @@ def running_jobs() -> list[Job]:
     return sorted(found, key=lambda job: job.start_time)
 
 
-def _read(path: Path) -> Job | None:
+def _read(path: Path) -> ListedJob | None:
     """None for what is none: half written, or of another version."""
     try:
-        return read_fields(path, Job)
+        return read_fields(path, ListedJob)
     except MAKES_NO_SENSE:
         return None

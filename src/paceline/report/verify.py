@@ -18,7 +18,7 @@ MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What a comparison has found.
 
     Attributes:
@@ -36,7 +36,7 @@ class Verdict:
     names: tuple[str, ...] = ()
 
 
-def compare_runs(left: Path, right: Path) -> Verdict:
+def compare_runs(left: Path, right: Path) -> VerifyResult:
     """Compare two run folders, step by step.
 
     Raises:
@@ -50,7 +50,7 @@ def compare_rounds(
     right: Mapping[int, RoundChecksums],
     left_name: str,
     right_name: str,
-) -> Verdict:
+) -> VerifyResult:
     """The same for what was read."""
     common = sorted(set(left) & set(right))
     if not common:
@@ -66,10 +66,10 @@ def compare_rounds(
     only = sorted(set(left) ^ set(right))
     if only:
         text += f"; {len(only)} steps are recorded in one of the two only"
-    return Verdict(True, text)
+    return VerifyResult(True, text)
 
 
-def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | None:
+def _compare_round(left: RoundChecksums, right: RoundChecksums) -> VerifyResult | None:
     names = tuple(_different(left.tensors, right.tensors))
     number = left.round
     if names:
@@ -77,7 +77,7 @@ def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | Non
         before = f"step {number - 1}, or its update," if number else "the start"
         named = listed(names, MAX_NAMES)
         text = f"{named} differ at the start of step {number}: {before} made them so"
-        return Verdict(False, text, number, None, names)
+        return VerifyResult(False, text, number, None, names)
     for shard in sorted(set(left.shards) & set(right.shards)):
         mine, theirs = left.shards[shard], right.shards[shard]
         if mine != theirs:
@@ -86,11 +86,11 @@ def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | Non
                 f"step {number}, shard {shard}: {what} differs; parameters and buffers are equal "
                 "up to there"
             )
-            return Verdict(False, text, number, shard)
+            return VerifyResult(False, text, number, shard)
     return None
 
 
-def compare_checkpoints(left: Path, right: Path) -> Verdict:
+def compare_checkpoints(left: Path, right: Path) -> VerifyResult:
     """Compare two files that ``torch.save`` has written, tensor by tensor, bit for bit.
 
     Raises:
@@ -99,9 +99,9 @@ def compare_checkpoints(left: Path, right: Path) -> Verdict:
     mine, theirs = _load(left), _load(right)
     names = [name for name in {**mine, **theirs} if not _is_same(mine.get(name), theirs.get(name))]
     if not names:
-        return Verdict(True, f"equal: {len(mine)} values")
+        return VerifyResult(True, f"equal: {len(mine)} values")
     text = f"{listed(names, MAX_NAMES)} differ, of {len(mine)}"
-    return Verdict(False, text, names=tuple(names))
+    return VerifyResult(False, text, names=tuple(names))
 
 
 def _load(path: Path) -> dict[str, Any]:

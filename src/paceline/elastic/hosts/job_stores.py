@@ -16,7 +16,7 @@ from paceline.elastic.hosts.tunnel import StoreOrder, keep_store
 from paceline.errors import ConfigurationError
 from paceline.launch.exits import exit_summary
 from paceline.launch.fork_server import ForkServer
-from paceline.launch.rendezvous import Hosts
+from paceline.launch.rendezvous import JobHosts
 
 
 class JobStores:
@@ -36,7 +36,7 @@ class JobStores:
         self,
         server: ForkServer,
         selector: selectors.BaseSelector,
-        hosts: Hosts,
+        hosts: JobHosts,
         key: bytes,
         directory: Path,
         warn: Callable[[str], None],

@@ -21,7 +21,7 @@ from paceline.ps.protocol.shm_ring import (
     GREETING,
     MAGIC,
     OFFER,
-    Handed,
+    RingDescriptors,
     make_memory,
     pair_over,
 )
@@ -181,7 +181,7 @@ class ShmListener:
             undo.callback(os.close, event)
             memory = make_memory()
             try:
-                handed = Handed(memory, self.event, event)
+                handed = RingDescriptors(memory, self.event, event)
                 pair = pair_over(handed, CAPACITY, is_server=True)
                 undo.callback(pair.close)
                 socket.send_fds(connection, [self._offer], handed)

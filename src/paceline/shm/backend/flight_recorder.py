@@ -47,7 +47,7 @@ UNRECORDED = frozenset({"send", "recv", "recv_anysource"})
 
 
 @dataclass
-class Entry:
+class FlightEntry:
     """One collective: what ``torchfrtrace`` asks of an entry, and how to learn its state."""
 
     record: dict[str, Any]
@@ -78,11 +78,11 @@ class FlightRecorder:
     """The latest collectives of all Paceline groups of this process."""
 
     def __init__(self, size: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=size)
+        self._entries: deque[FlightEntry] = deque(maxlen=size)
         self._numbers = itertools.count()
         self._groups: dict[str, dict[str, str]] = {}
 
-    def record(self, group: Any, method: str, args: tuple[Any, ...]) -> Entry | None:
+    def record(self, group: Any, method: str, args: tuple[Any, ...]) -> FlightEntry | None:
         """Note that a group begins a collective."""
         if method in UNRECORDED:
             return None
@@ -93,7 +93,7 @@ class FlightRecorder:
             self._groups[name] = {"name": name, "desc": text, "ranks": ranks}
         outputs = list(tensors_in(args[0])) if args else []
         inputs = outputs if method in IN_PLACE else list(tensors_in(args[1]))
-        entry = Entry(
+        entry = FlightEntry(
             {
                 "record_id": next(self._numbers),
                 "pg_id": int(name) if name.isdigit() else 0,

@@ -17,7 +17,7 @@ from paceline.processes import host_name
 
 
 @dataclass(frozen=True)
-class Member(RankProcess):
+class GroupMember(RankProcess):
     """One rank, as it describes itself to those who may share memory with it.
 
     Attributes:
@@ -35,9 +35,9 @@ class Member(RankProcess):
     unavailable: str
 
 
-def describe_self(rank: int, arena_bytes: int) -> Member:
+def describe_self(rank: int, arena_bytes: int) -> GroupMember:
     """Say who and where this process is, and whether it can share memory."""
-    return Member(
+    return GroupMember(
         rank=rank,
         host=host_key(),
         hostname=host_name(),
@@ -50,9 +50,9 @@ def describe_self(rank: int, arena_bytes: int) -> Member:
     )
 
 
-def by_host(members: Sequence[Member]) -> list[list[Member]]:
+def by_host(members: Sequence[GroupMember]) -> list[list[GroupMember]]:
     """Group members by host: hosts by their lowest rank, ranks in order."""
-    hosts: dict[str, list[Member]] = {}
+    hosts: dict[str, list[GroupMember]] = {}
     for member in sorted(members, key=lambda member: member.rank):
         hosts.setdefault(member.host, []).append(member)
     return list(hosts.values())

@@ -26,9 +26,9 @@ from paceline.observe.stall.last_seen import last_seen
 from paceline.printable import printable
 from paceline.processes import state_letter
 from paceline.shm.core.dtypes import describe_request, is_behind
-from paceline.shm.core.members import Member
+from paceline.shm.core.members import GroupMember
 from paceline.shm.core.pages import Field
-from paceline.shm.diagnose.status import Status, describe_end, first_cause
+from paceline.shm.diagnose.status import StatusPages, describe_end, first_cause
 
 MISMATCH = "Detected mismatch between collectives on ranks"
 """As torch says it with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
@@ -47,9 +47,9 @@ class ChannelView:
     """
 
     core: Any
-    members: Sequence[Member]
+    members: Sequence[GroupMember]
     index: int
-    status: Status
+    status: StatusPages
     deaths: Deaths
 
     @property
@@ -143,7 +143,7 @@ def lost_error(view: ChannelView, about: int, what: str) -> PeerLostError:
 
 
 def _timed_out(
-    core: Any, members: Sequence[Member], me: int, by: int, about: int, what: str
+    core: Any, members: Sequence[GroupMember], me: int, by: int, about: int, what: str
 ) -> CollectiveTimeoutError:
     rows = [core.row(index) for index in range(len(members))]
     missing = [i for i, row in enumerate(rows) if is_behind(row, rows[by])] or [about]
@@ -160,7 +160,7 @@ def _timed_out(
 
 
 def _mismatch(
-    members: Sequence[Member], index: int, operation: Any, what: str
+    members: Sequence[GroupMember], index: int, operation: Any, what: str
 ) -> CollectiveMismatchError:
     differ = operation.mismatch()
     a, b = members[differ.first].rank, members[differ.second].rank

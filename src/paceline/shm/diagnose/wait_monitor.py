@@ -33,11 +33,11 @@ from paceline.liveness.wait_log import WaitLog
 from paceline.native.extension import native
 from paceline.printable import printable
 from paceline.shm.core.dtypes import describe_request, is_behind
-from paceline.shm.core.members import Member
+from paceline.shm.core.members import GroupMember
 from paceline.shm.core.pages import Field
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
 from paceline.shm.diagnose.queries import Answer, PeerQueries
-from paceline.shm.diagnose.status import Status
+from paceline.shm.diagnose.status import StatusPages
 from paceline.shm.diagnose.thread_location import locate_thread, uses_c10d_elsewhere
 
 logger = logging.getLogger("paceline")
@@ -73,7 +73,7 @@ class WaitMonitor:
     _open: ClassVar[weakref.WeakValueDictionary[str, WaitMonitor]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, key: str, members: Sequence[Member], cores: Sequence[Any], status: Status
+        self, key: str, members: Sequence[GroupMember], cores: Sequence[Any], status: StatusPages
     ) -> None:
         self.key = key
         self.members = members
