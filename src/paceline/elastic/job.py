@@ -120,7 +120,7 @@ class ElasticJob(Job):
             self._agent.key,
             self._agent.directory,
             self._warn,
-            self._on_door,
+            self._on_store_port,
         )
         if self._is_first_host:
             agent = self._agent
@@ -143,16 +143,16 @@ class ElasticJob(Job):
         with contextlib.suppress(OSError):  # then nobody can scale it
             write_whole(self._folder.coordinator, str(self._agent.directory))
 
-    def _on_door(self, door: int) -> None:
+    def _on_store_port(self, store_port: int) -> None:
         """Other hosts reach the stores here."""
-        if self._agent is not None and self._agent.door != door:
-            self._agent.door = door
-            self._agent.say("store", door=door)
+        if self._agent is not None and self._agent.store_port != store_port:
+            self._agent.store_port = store_port
+            self._agent.say("store", store_port=store_port)
 
-    def on_store(self, door: int) -> None:
+    def on_store(self, store_port: int) -> None:
         """The first host's stores are behind this port."""
-        if self._stores is not None and door:
-            self._stores.aim_at(door)
+        if self._stores is not None and store_port:
+            self._stores.aim_at(store_port)
 
     def _wait_once(self, limit_s: float | None = None) -> None:
         agent, keeper = self._agent, self._keeper

@@ -163,7 +163,7 @@ class Supervisor:
     def on_epoch(self, event: dict[str, Any]) -> None:
         """The ranks log it."""
 
-    def on_store(self, door: int) -> None:
+    def on_store(self, store_port: int) -> None:
         """There is one host."""
 
     def listens(self) -> list[str]:

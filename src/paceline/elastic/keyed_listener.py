@@ -29,7 +29,7 @@ MAX_HEARD = 64
 Admit = Callable[[dict[str, Any], Connection], None]
 
 
-class Door:
+class KeyedListener:
     """Lets newcomers in who know the key.
 
     Args:
