@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spares", metavar="N", type=int,
         help="so many more wait at train(state) for a rank to die (default: 0)")  # fmt: skip
     add("--hold", metavar="S", type=float,
-        help="after a death, wait so long for the replacement (default: 0)")  # fmt: skip
+        help="how long to wait for a replacement after a death (default: 0)")  # fmt: skip
     add("--stuck-after", metavar="S", type=float,
-        help="a rank that is stopped or stuck for so long counts as dead; "
+        help="a rank that is stopped or stuck for this long counts as dead; "
         f"0: never (default: {STUCK_AFTER_S:g})")  # fmt: skip
     add("--lease", metavar="S", type=float,
-        help="a host that is not heard of for so long counts as dead; the same on all hosts "
+        help="a host that is silent for this long counts as dead; the same on all hosts "
         f"(default: {LEASE_S:g})")  # fmt: skip
     add("--job-key", metavar="FILE", type=Path,
         help="several hosts: a secret of the job, the same on all hosts, in a file that only you "

@@ -216,7 +216,7 @@ class Coordinator:
         self._reports.pop(session.host, None)
         del self._hosts[session.host]
         if self.outcome is None and session.host in self._membership.hosts.known:
-            why = f"host {session.host} was not heard of for {self._order.lease_s:g} s"
+            why = f"host {session.host} was not heard from for {self._order.lease_s:g} s"
             self._do(self._membership.on_host_lost(session.host, why))
 
     # --- what launchers say -----------------------------------------------------------------------

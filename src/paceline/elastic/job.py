@@ -51,8 +51,8 @@ class ElasticPlan:
     Attributes:
         policy: What the coordinator decides by.
         maximum: More ranks than this are refused.
-        stuck_after_s: A rank that is stopped or stuck for so long counts as dead; 0: never.
-        lease_s: A host that is not heard of for so long counts as dead.
+        stuck_after_s: A rank that is stopped or stuck for this long counts as dead; 0: never.
+        lease_s: A host that is silent for this long counts as dead.
         key: Of the job; None: one is made.
     """
 

@@ -42,13 +42,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CONNECT_S = 3.0
-"""So long may ranks take to connect, once all have come to the store; longer if it was too short.
+"""How long ranks may take to connect, once all have come to the store; more if that was too short.
 
 gloo cannot be woken while it waits for the connection of a rank that has died meanwhile.
 """
 
 LEAVE_S = 10.0
-"""So long may collectives take to end, once their connections are cut."""
+"""How long collectives may take to end, once their connections are cut."""
 
 
 _TOLD_TO_END = (

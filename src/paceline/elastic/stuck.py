@@ -7,9 +7,9 @@ torch.
 [Note: who is stuck]
 - A process that is stopped (SIGSTOP, SIGTSTP) for longer than the deadline. One under a debugger is
   in another state, and is left alone.
-- A process whose interpreter does not answer for so long: a native call holds the GIL.
-- If all that are on their way to ``train(state)`` use no processor for so long: all of these. They
-  have recorded nothing yet, so that nobody can be told from the others; nothing is lost either.
+- A process whose interpreter does not answer for that long: a native call holds the GIL.
+- If no process on its way to ``train(state)`` uses a processor for that long: all of them. They
+  have recorded nothing yet, so nobody can be told from the others; nothing is lost either.
 - If no rank has moved for longer than the deadline: those that have come least far, by step and by
   place in the step (:class:`~paceline.observe.records.Activity` is in that order). The others wait
   for them, in whatever collective. If all are in the same place, nobody can be told from the

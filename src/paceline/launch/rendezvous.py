@@ -27,11 +27,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 JOIN_S = 900.0
-"""So long hosts wait for each other, as under torchrun."""
+"""How long hosts wait for each other, as under torchrun."""
 _LOOK_S = 0.5
 _MEET_S = 0.05
 _TELL_S = 10.0
-"""After so long it is said who is waited for, and again each time that this has doubled."""
+"""After this long, and each time that it has doubled, the log says which hosts are missing."""
 _PREFIX = "paceline"
 
 

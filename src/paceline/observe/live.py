@@ -219,7 +219,7 @@ def _for_s(status: Status) -> float:
 
 
 def _place_in_line(status: Status) -> tuple[int, float]:
-    """Who is waited for: who has been busy for long, else who is on a host whose clock differs."""
+    """Sorts ranks: busy for long first, then those of other hosts, whose clocks differ."""
     for_s = _for_s(status)
     return (0 if for_s > _HELD_UP_S else 1 if not status.since_ns else 2), -for_s
 

@@ -59,7 +59,7 @@ class Plan(Protocol):
 
 
 class StepObserver(Protocol):
-    """Who is told of a step's moments. Must be quick, and must not raise."""
+    """Is told of the moments of a step. Must be quick, and must not raise."""
 
     def on_forward(self, samples: int, *, is_training: bool) -> None:
         """A forward begins, with so many samples; not inside of a backward."""

@@ -92,7 +92,7 @@ def _cell(rank: int, group: Sequence[JobStep], at: int, cells: int) -> Cell:
 
 @dataclass(frozen=True)
 class Span:
-    """So many ranks took part, from one change of membership to the next; all in percent."""
+    """How many ranks took part from one change of membership to the next; all in percent."""
 
     change: ReportedChange
     at: float

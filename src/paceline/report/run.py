@@ -21,7 +21,7 @@ from paceline.observe.run_folder import RunFolder, RunInfo
 from paceline.processes import ProcessState, host_name, process_state
 from paceline.report.elastic import current_members, join_former, lost_records
 
-# A rank of another host that has not written for so long is no longer there.
+# A rank of another host that has not written for this long is gone.
 SILENT_S = 60.0
 MAX_FAILURE_CHARACTERS = 20_000
 MAX_NAMED = 50

@@ -41,7 +41,7 @@ class ChannelLimits:
     Args:
         timeout_s: Then it is an error.
         warn_s: Then there is a line in the log, once.
-        hello_s: So long after the last sign of life, the server is asked what it has.
+        hello_s: How long after its last sign of life a server is asked what it has.
         kept_bytes: So many bytes of pushes may be unacknowledged; a further one waits.
     """
 
@@ -52,7 +52,7 @@ class ChannelLimits:
 
 
 _LAST_ANSWERS_S = 0.5
-"""So long is waited for acknowledgements when a connection is closed without a flush."""
+"""How long to wait for acknowledgements when a connection is closed without a flush."""
 _NO_ENTRY = {
     LinkEvent.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a "
     "directory made by `paceline ps keys`",

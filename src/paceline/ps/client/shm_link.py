@@ -26,7 +26,7 @@ from paceline.ps.protocol.shm_ring import (
 from paceline.ps.protocol.wire import Frame
 
 _OFFER_S = 1.0
-"""So long may a server take to hand out memory; a busy one is asked again later."""
+"""How long a server may take to hand out memory; a busy one is asked again later."""
 
 
 class ShmLink:
