@@ -299,7 +299,7 @@ def check_interfaces() -> Finding:
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     found = f"{', '.join(names)}; this host is {host}"
     if wanted and wanted not in names:
-        fix = f"GLOO_SOCKET_IFNAME={wanted} is none of them"
+        fix = f"GLOO_SOCKET_IFNAME={wanted} is not one of them"
         return Finding("interfaces", Level.FAIL, found, fix)
     try:
         address = socket.gethostbyname(host)

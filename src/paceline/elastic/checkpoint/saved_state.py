@@ -58,7 +58,7 @@ def load_checkpoint(folder: Path, modules: Sequence[torch.nn.Module]) -> Any:
     """Fill the modules from a checkpoint, and return its tree.
 
     Raises:
-        CheckpointError: It is none, is damaged, or does not fit; then nothing was changed, unless
+        CheckpointError: It is missing, damaged, or does not fit. Then nothing was changed, unless
             the files turn out to be damaged while they are read.
     """
     facts = folders.read_description(folder)
