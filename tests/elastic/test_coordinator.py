@@ -24,15 +24,10 @@ from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import key_path, receive, send, socket_path
 from paceline.errors import ConfigurationError, MembershipError
 from paceline.launch.fork_server import shared_fork_server
+from tests.system import free_port
 
 KEY = b"k" * 64
 DEADLINE_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Running:
