@@ -275,7 +275,7 @@ def test_a_new_coordinator_hears_all_and_a_refusal_is_worth_a_lease(tmp_path: Pa
             assert len(launcher.forked) == 2
             assert not launcher.killed
             mine.run_until(
-                lambda: agent.has_said_all() and second.coordinator._hosts[0].channel.heard > 0
+                lambda: agent.has_said_all() and second.coordinator._hosts[0].messages.heard > 0
             )
         finally:
             second.close()

@@ -150,11 +150,11 @@ class Coordinator:
         self._selector.register(pipe, selectors.EVENT_READ, partial(self._listen_to, session))
         keep = [each.id for each in report.members] if self._is_gathering or is_known else []
         welcome = {"coordinator": self._id, "is_known": is_known, "keep": keep}
-        welcome |= {"heard": session.channel.heard, "store_port": self._hosts.store_port()}
+        welcome |= {"heard": session.messages.heard, "store_port": self._hosts.store_port()}
         session.send({"kind": "welcome", **welcome})
         if is_known:
-            session.channel.confirm(heard)
-            for message in session.channel.unheard():
+            session.messages.confirm(heard)
+            for message in session.messages.unheard():
                 session.send(message)
         else:
             if session.store_port:
@@ -224,7 +224,7 @@ class Coordinator:
         assert session.pipe is not None
         try:
             message = receive(session.pipe)
-            is_new = session.channel.take(message)
+            is_new = session.messages.take(message)
         except (EOFError, OSError, MembershipError):
             session.hang_up()  # it may come back, until its lease is over
             return
@@ -247,7 +247,7 @@ class Coordinator:
         if kind == "alive":
             self._leases.heard(session.host, now_s())
             granted = {"kind": "granted", "beat": int(message["beat"])}
-            session.send(granted | {"heard": session.channel.heard})
+            session.send(granted | {"heard": session.messages.heard})
         elif kind == "listens":
             session.listens = [str(each) for each in message["listens"]][:4096]
             self._tell_peers()

@@ -1,8 +1,8 @@
 """Keeps an elastic job together whose ranks ``paceline run`` has not started: a process of its own.
 
-Started by the first rank (:mod:`paceline.elastic.supervise`). To ranks it is what a launcher is: an
-agent, with the coordinator in a thread, and the same protocol. But it has not started anybody, and
-replaces nobody. All ranks are on this host. Must not import torch.
+Started by the first rank (:mod:`paceline.elastic.find_supervisor`). To ranks it is what a launcher
+is: an agent, with the coordinator in a thread, and the same protocol. But it has started no rank,
+and replaces none. All ranks are on this host. Must not import torch.
 
 [Note: a supervisor's life]
 - **Who starts it**: rank 0, once all ranks have come to ``train(state)``. They tell each other

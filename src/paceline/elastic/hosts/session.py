@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.elastic.hosts.channel import Channel
 from paceline.elastic.hosts.lease import FIRST_HOST
+from paceline.elastic.hosts.numbered_messages import NumberedMessages
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import send
 from paceline.errors import MembershipError
@@ -30,7 +30,7 @@ class HostSession:
     launcher: str
     ranks: int
     on_lost: Callable[[Connection], object]
-    channel: Channel = field(default_factory=Channel)
+    messages: NumberedMessages = field(default_factory=NumberedMessages)
     pipe: Connection | None = None
     store_port: int = 0
     listens: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class HostSession:
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Say something that must arrive; if the connection is gone, over the next one."""
-        self.send(self.channel.say(kind, **facts))
+        self.send(self.messages.say(kind, **facts))
 
     def send(self, message: dict[str, Any]) -> None:
         """Send over the present connection, if there is one."""
