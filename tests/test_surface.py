@@ -56,9 +56,11 @@ def test_names_are_these_and_no_others(name: str) -> None:
         assert getattr(module, public) is not None
 
 
-@pytest.mark.parametrize("name", SURFACE)
-def test_no_name_is_that_of_a_submodule(name: str) -> None:
-    """Importing the submodule would put it in the place of the name."""
+@pytest.mark.parametrize(
+    "name", ["paceline", "paceline.elastic", "paceline.observe", "paceline.ps"]
+)
+def test_no_late_name_is_that_of_a_submodule(name: str) -> None:
+    """Importing the submodule would put it in the place of a name that is imported on use."""
     package = importlib.import_module(name)
     submodules = {found.name for found in pkgutil.iter_modules(package.__path__)}
     values = {public: getattr(package, public) for public in submodules & set(package.__all__)}
