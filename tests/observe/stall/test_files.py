@@ -99,9 +99,9 @@ RANK = """
 import sys, threading, pathlib
 from paceline.observe.stall.stacks import StackWriter
 number = sys.argv[1]
-exec(f"def in_rank_{number}(): sys.stdin.read()")
+# It says that it is there from inside of the function that its stack is to show.
+exec(f"def in_rank_{number}(): print(writer.signal, flush=True); sys.stdin.read()")
 writer = StackWriter(pathlib.Path(sys.argv[2]))
-print(writer.signal, flush=True)
 globals()[f"in_rank_{number}"]()
 """
 
