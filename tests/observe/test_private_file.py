@@ -28,6 +28,15 @@ def test_only_the_owner_may_read_and_write(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_nobody_reads_it_before_it_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode is the kernel's from the first moment, not one that is set afterwards."""
+    monkeypatch.setattr("os.fchmod", lambda *_: None)
+    write_whole(tmp_path / "a", "")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+
+
 def test_nobody_sees_half_of_it(tmp_path: Path) -> None:
     path = tmp_path / "a"
     write_whole(path, "before")
