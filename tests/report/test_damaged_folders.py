@@ -28,7 +28,7 @@ from paceline.observe.jobs import running_jobs
 from paceline.observe.records import Activity, RankHistory, Status
 from paceline.observe.run_folder import RunFolder, RunInfo
 from paceline.observe.stall.account import Account, WatchInfo, read_watch_info, write_json
-from paceline.observe.stall.processes import catches_signal, process_space
+from paceline.processes import catches_signal, process_space
 from paceline.report.run import RunState, read_run
 from tests.observe import sample_records as sample
 from tests.report.histories import Job, simulate, write_folder, write_history

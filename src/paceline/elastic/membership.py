@@ -226,8 +226,8 @@ class Membership(Roster):
     def _begin_again(self, dead: Member, why: str) -> list[Action]:
         """Before the first epoch nothing is committed, and the set-up of all has failed: once more.
 
-        The members that are still there are killed; their deaths are not heard any more. Those that
-        began alone are none the worse.
+        The members that are still there are killed, and their deaths no longer count. Those that
+        began alone lose nothing.
         """
         if not self.policy.replaces:
             return self._fail(f"{why} before the first step, and nobody replaces it")

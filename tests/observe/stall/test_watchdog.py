@@ -109,7 +109,7 @@ def full_disk(folder: str) -> dict[str, Any]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for module in (account_module, claims_module, views_module, watchdog_module):
-        for name in ("write_text", "write_json"):
+        for name in ("write_whole", "write_json"):
             if hasattr(module, name):
                 setattr(module, name, fail)
     dist.barrier()

@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.exit_reason import is_library
 from paceline.observe.stall.account import MAX_STACK, WatchInfo
 from paceline.observe.stall.places import own_frame
-from paceline.observe.stall.processes import catches_signal, has_signal, signal_thread
+from paceline.processes import catches_signal, has_signal, signal_thread
 
 _MAX_FILE_BYTES = 1 << 20
 _WAIT_S = 1.0

@@ -1,6 +1,7 @@
-"""Processes of this host, as /proc shows them: alive, stopped or dead; no ptrace.
+"""Processes of this host, as /proc shows them: alive, stopped or dead, since when; no ptrace.
 
-Called by the stall report and by ``paceline doctor``. Reads, and sends one signal to one thread.
+Called wherever a rank, a launcher or a command asks what became of a process. Reads, and sends one
+signal to one thread. Must not import torch.
 """
 
 from __future__ import annotations
@@ -34,14 +35,22 @@ def host_name() -> str:
     return os.environ.get(HOST_ID_VARIABLE) or platform.node()
 
 
+def boot_id() -> str:
+    """Name this boot of the kernel; ``PACELINE_HOST_ID`` stands in for it. May be empty."""
+    return os.environ.get(HOST_ID_VARIABLE) or _read("/proc/sys/kernel/random/boot_id")
+
+
+def namespace_id(kind: str) -> str:
+    """Name a namespace of this process: ``pid``, ``net``; empty if the system does not say."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
 def process_space() -> str:
     """Name what must be equal for a pid to mean the same process: the boot, and the namespace."""
-    boot = os.environ.get(HOST_ID_VARIABLE) or _read(Path("/proc/sys/kernel/random/boot_id"))
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return f"{boot}|{namespace}"
+    return f"{boot_id()}|{namespace_id('pid')}"
 
 
 def start_ticks(pid: int) -> int:
@@ -50,8 +59,13 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 else 0
 
 
-def process_state(pid: int, started: int) -> ProcessState:
-    """Look at a process of this process space; its pid may belong to another one by now."""
+def state_letter(pid: int) -> str:
+    """The kernel's letter for a process: R, S, T (stopped), t (by a debugger), Z; empty: none."""
+    return (_stat(pid) or [""])[0]
+
+
+def process_state(pid: int, started: int = 0) -> ProcessState:
+    """Look at a process of this process space; with ``started``, at no later one of this pid."""
     fields = _stat(pid)
     if len(fields) <= 19 or (started and int(fields[19]) != started):
         return ProcessState.DEAD
@@ -61,6 +75,22 @@ def process_state(pid: int, started: int) -> ProcessState:
         "T": ProcessState.STOPPED,
         "t": ProcessState.STOPPED,
     }.get(fields[0], ProcessState.ALIVE)
+
+
+def open_pidfd(pid: int, started: int) -> int | None:
+    """Return a descriptor that is readable once a process has ended; None if it has.
+
+    Raises:
+        OSError: This process has no descriptor left, or the system has no pidfds.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    if start_ticks(pid) != started:  # the pid has been given to another process since
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def cpu_ticks(pid: int) -> int:
@@ -73,12 +103,12 @@ def catches_signal(pid: int, signal_number: int) -> bool:
     """Say whether a process has a handler for a real-time signal: else it would die of it."""
     if not signal.SIGRTMIN <= signal_number <= signal.SIGRTMAX:  # others mean something else
         return False
-    return "SigCgt" in _signal_sets(Path(f"/proc/{pid}/status"), signal_number)
+    return "SigCgt" in _signal_sets(f"/proc/{pid}/status", signal_number)
 
 
 def has_signal(pid: int, thread: int, signal_number: int) -> bool:
     """Say whether a signal waits for a thread, or its handler runs: it is blocked meanwhile."""
-    found = _signal_sets(Path(f"/proc/{pid}/task/{thread}/status"), signal_number)
+    found = _signal_sets(f"/proc/{pid}/task/{thread}/status", signal_number)
     return not found.isdisjoint({"SigPnd", "ShdPnd", "SigBlk"})
 
 
@@ -93,7 +123,7 @@ def signal_thread(pid: int, thread: int, signal_number: int) -> bool:
     return bool(ctypes.CDLL(None).syscall(number, pid, thread, signal_number) == 0)
 
 
-def _signal_sets(status: Path, signal_number: int) -> set[str]:
+def _signal_sets(status: str, signal_number: int) -> set[str]:
     """The sets of a process or thread that a signal is in, by the names of their lines."""
     lines = [line.split() for line in _read(status).splitlines() if line.startswith(("Sig", "Shd"))]
     bit = 1 << (signal_number - 1)
@@ -102,11 +132,11 @@ def _signal_sets(status: Path, signal_number: int) -> set[str]:
 
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on."""
-    return _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text(errors="replace").strip()
+        return Path(path).read_text(errors="replace").strip()
     except OSError:
         return ""
