@@ -169,7 +169,7 @@ def test_env_says_what_to_fix(
     monkeypatch.setenv("OMP_NUM_THREADS", "4096")
     assert main(["doctor", "env"]) == 1
     text = capsys.readouterr().out
-    assert "GLOO_SOCKET_IFNAME=nosuch0 is none of them" in text
+    assert "GLOO_SOCKET_IFNAME=nosuch0 is not one of them" in text
     assert "OMP_NUM_THREADS * ranks should be" in text
 
 
