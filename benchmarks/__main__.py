@@ -21,10 +21,12 @@ OURS = {
     "powersgd_compress": "PowerSGD's compression beside torch's",
     "recording": "what recording every step costs, as a share of the step",
     "shards": "what logical shards cost beside ordinary accumulation, in time and memory",
+    "replicas": "what check_every=100 costs, as a share of the step",
     "hot_path": "microseconds per gradient, with a profile",
     "ps_lookup": "lookups and pushes through parameter servers, for tables of several sizes",
     "ps_answer": "what one small message costs a parameter server, without its socket",
     "ps_trainer": "a trainer's own share of a step with parameter servers, without the servers",
+    "frameworks": "a step inside of Lightning, Accelerate, Transformers and Ray Train",
     "torch_hangs": "what ranks see when one is killed, stopped or elsewhere, beside torch's DDP",
 }
 

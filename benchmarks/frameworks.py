@@ -1,7 +1,5 @@
 """Step time inside of frameworks, their own DDP beside ours, in one run.
 
-    python -m benchmarks.frameworks [--rounds 9] [--steps 12]
-
 Both live in the same two ranks, on the same gloo group, and take turns round by round ([Note:
 interleaving] in interleave.py). A step is what the framework does for a batch: forward, backward,
 clipping where it clips by default, optimizer. The ratio is theirs to ours: above 1, ours is faster.
@@ -28,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.cli.bench.harness.estimates import Blocks, p50, ratio
+from paceline.cli.bench.harness.options import describe, positive
 from paceline.testing import run_ranks
 
 WIDTH, BATCH = 1024, 16
@@ -255,25 +254,29 @@ def measure(make: Callable[[bool], Run], rounds: int, steps: int) -> dict[bool, 
     return times
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks frameworks --rounds 3")
+    parser.add_argument("--rounds", type=positive, default=9, help="default: 9")
+    parser.add_argument("--steps", type=positive, default=12, help="of a round; default: 12")
+
+
+def run(args: argparse.Namespace) -> int:
     """Measure every framework that is installed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=12)
-    options = parser.parse_args()
     print(f"{'':22}{'torch DDP':>12}{'Paceline':>12}  theirs / ours")
     for name, (make, package) in FRAMEWORKS.items():
         if importlib.util.find_spec(package) is None:
             print(f"{name:22} {package} is not installed")
             continue
         found = run_ranks(
-            2, measure, make, options.rounds, options.steps, timeout_s=600, env=_variables()
+            2, measure, make, args.rounds, args.steps, timeout_s=600, env=_variables()
         )
         show(name, found[0][False], found[0][True])
     if importlib.util.find_spec("ray") is None:
         print(f"{'Ray Train':22} ray is not installed")
     else:
-        show("Ray Train", *measure_in_ray(options.rounds, options.steps))
+        show("Ray Train", *measure_in_ray(args.rounds, args.steps))
+    return 0
 
 
 def show(name: str, theirs: Blocks, ours: Blocks) -> None:
@@ -290,7 +293,3 @@ def _variables() -> dict[str, str]:
     values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}
     quiet = {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
     return {**values, **quiet, "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}"}
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from rich.table import Table
+from torch import nn
 
 from benchmarks import profiling
 from benchmarks.floor import HOOKS_ONLY
@@ -24,18 +25,39 @@ from paceline.cli.bench.harness.interleave import (
     Cost,
     Samples,
     Step,
+    Stopwatch,
     mean_over_ranks,
     take_turns,
-    time_backward,
-    time_forward,
 )
 from paceline.cli.bench.harness.options import add_outputs, describe, integers, positive
 from paceline.cli.bench.harness.progress import RoundBar
+from paceline.cli.bench.harness.workloads import loss_of
 from paceline.testing import run_ranks
 
 WORKLOAD = "small"
 PARAMETERS = 600
 WARM_UP = 4
+
+
+def time_forward(model: nn.Module, batch: Any) -> Cost:
+    """Only the forward; the backward runs too."""
+    model.zero_grad(set_to_none=True)
+    watch = Stopwatch()
+    loss = loss_of(model, batch)
+    cost = watch.read()
+    loss.backward()
+    return cost
+
+
+def time_backward(model: nn.Module, batch: Any) -> Cost:
+    """Only the backward."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_of(model, batch)
+    watch = Stopwatch()
+    loss.backward()
+    return watch.read()
+
+
 PARTS: dict[str, Step] = {"forward": time_forward, "backward": time_backward}
 
 

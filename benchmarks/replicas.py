@@ -1,13 +1,12 @@
 """What ``check_every=100`` costs: steps with and without a look at the parameters, in turns.
 
-    python -m benchmarks.replicas
-
 Both wrappers train the same model in the same ranks, one step of each in turn; the one compares in
 every step. What is printed is the median difference as a share of a step, divided by 100.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,9 +15,11 @@ import torch
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
+from paceline.cli.bench.harness.options import describe, positive
 from paceline.testing import run_ranks
 
 EVERY = 100
+SKIPPED = 5
 
 
 def wide() -> nn.Module:
@@ -59,13 +60,19 @@ def measure(name: str, steps: int) -> list[tuple[float, float]]:
             optimizer.step()
             pair.append(time.perf_counter() - began)
         times.append((pair[0], pair[1]))
-    return times[5:]
+    return times[SKIPPED:]
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    describe(parser, "python -m benchmarks replicas --steps 20")
+    parser.add_argument("--steps", type=positive, default=40, help="default: 40")
+
+
+def run(args: argparse.Namespace) -> int:
     """Print a line for each model."""
     for name in MODELS:
-        times = run_ranks(2, measure, name, 45, timeout_s=300)[0]
+        times = run_ranks(2, measure, name, args.steps + SKIPPED, timeout_s=300)[0]
         without = statistics.median(a for a, _ in times)
         more = [(b - a) / without for a, b in times]
         low, middle, high = (100 * q for q in statistics.quantiles(more, n=4))
@@ -73,7 +80,4 @@ def main() -> None:
             f"{name}: step {1e3 * without:.1f} ms; a check costs {middle:.0f} % of a step "
             f"(quartiles {low:.0f} to {high:.0f}), every {EVERY} steps {middle / EVERY:.2f} %"
         )
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.launch.fork_server import ForkServer, shared_fork_server
 from paceline.launch.job import Job, JobPlan
-from paceline.launch.rendezvous import Endpoint, Hosts
+from paceline.launch.rendezvous import Endpoint, JobHosts
 from paceline.launch.screen import Screen
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.run_folder import RunFolder
@@ -19,7 +19,7 @@ DEADLINE_S = 240.0
 class ScriptJob(Job):
     """As ``paceline run`` has it, but for the process that ranks are forked from."""
 
-    def _fork_server(self) -> contextlib.AbstractContextManager[ForkServer]:
+    def _served(self) -> contextlib.AbstractContextManager[ForkServer]:
         self.deadline_s = time.monotonic() + DEADLINE_S
         return contextlib.nullcontext(shared_fork_server())
 
@@ -34,7 +34,7 @@ def run_script(script: Path, tmp_path: Path, ranks: int = 2) -> str:
     folder = RunFolder.create(script.name, tmp_path / "run")
     plan = JobPlan(
         Target(TargetKind.SCRIPT, str(script), ()),
-        Hosts(1, 0, ranks, Endpoint()),
+        JobHosts(1, 0, ranks, Endpoint()),
         "test",
         options={"OMP_NUM_THREADS": "1"},
         shown=frozenset(),

@@ -32,11 +32,14 @@ LAYERS = (
         "forks",
         "freed_memory",
         "gloo_threads",
+        "on_use",
         "exit_reason",
         "printable",
+        "processes",
         "thread_state",
         "torch_private",
         "types",
+        "version",
     },
 )
 HEIGHT = {part: len(LAYERS) - level for level, parts in enumerate(LAYERS) for part in parts}

@@ -26,6 +26,7 @@ from torch.nn import parallel as torch_parallel
 import paceline
 from paceline import hooks
 from paceline.testing import run_ranks
+from tests.raising import Raised, error_of
 
 X = torch.ones(1, 2)
 
@@ -175,17 +176,6 @@ SHARDS = {
 @pytest.mark.parametrize("name", [*DP, *NN, *SHARDS])
 def test_has_the_phrase_of_torch(name: str) -> None:
     check(*errors_of({**DP, **NN, **SHARDS}[name]))
-
-
-def error_of(action: Callable[[], Any]) -> tuple[list[str], str]:
-    try:
-        action()
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error)
-    return [], "no error"
-
-
-Raised = tuple[list[str], str]
 
 
 def errors_of(pair: Pair) -> tuple[str, Raised, Raised]:

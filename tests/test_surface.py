@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pkgutil
 import subprocess
 import sys
 from importlib import metadata
@@ -52,6 +54,17 @@ def test_names_are_these_and_no_others(name: str) -> None:
     assert set(module.__all__) == set(SURFACE[name].split())
     for public in module.__all__:
         assert getattr(module, public) is not None
+
+
+@pytest.mark.parametrize(
+    "name", ["paceline", "paceline.elastic", "paceline.observe", "paceline.ps"]
+)
+def test_no_late_name_is_that_of_a_submodule(name: str) -> None:
+    """Importing the submodule would put it in the place of a name that is imported on use."""
+    package = importlib.import_module(name)
+    submodules = {found.name for found in pkgutil.iter_modules(package.__path__)}
+    values = {public: getattr(package, public) for public in submodules & set(package.__all__)}
+    assert all(inspect.ismodule(value) for value in values.values()), values
 
 
 def test_only_the_base_of_the_errors_is_at_the_top() -> None:

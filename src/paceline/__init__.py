@@ -6,7 +6,6 @@ Start with ``from paceline import DistributedDataParallel as DDP``. Every except
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from paceline import errors
 from paceline.autoload import register_backend
 from paceline.errors import PacelineError
 from paceline.observe import BucketStats, DDPStats
+from paceline.on_use import import_on_use
 
 if TYPE_CHECKING:
     from paceline import elastic, hooks, nn, observe, ps, testing
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from paceline.observe import log
     from paceline.shards.clip import clip_grad_norm_
     from paceline.shards.loader import ShardLoader
-
-    __version__: str
+    from paceline.version import __version__
 
 __all__ = [
     "BucketStats",
@@ -64,49 +63,35 @@ __all__ = [
 ]
 
 # torch takes seconds to import, and `paceline --help` does not need it.
-_IMPORTED_ON_USE = {
-    "DataParallel": "paceline.dp",
-    "DistributedDataParallel": "paceline.ddp",
-    "ShardLoader": "paceline.shards.loader",
-    "Shards": "paceline.config",
-    "clip_grad_norm_": "paceline.shards.clip",
-    "data_parallel": "paceline.dp",
-    "gather": "paceline.dp",
-    "log": "paceline.observe",
-    "parallel_apply": "paceline.dp",
-    "patch_torch": "paceline.integrations.torch_patch",
-    "replicate": "paceline.dp",
-    "scatter": "paceline.dp",
-    "scatter_kwargs": "paceline.dp",
-    "unpatch_torch": "paceline.integrations.torch_patch",
-}
-_MODULES = {"elastic", "hooks", "nn", "observe", "ps", "testing"}
+__getattr__ = import_on_use(
+    __name__,
+    {
+        "DataParallel": "dp",
+        "DistributedDataParallel": "ddp",
+        "ShardLoader": "shards.loader",
+        "Shards": "config",
+        "__version__": "version",
+        "clip_grad_norm_": "shards.clip",
+        "data_parallel": "dp",
+        "elastic": "",
+        "gather": "dp",
+        "hooks": "",
+        "log": "observe",
+        "nn": "",
+        "observe": "",
+        "parallel_apply": "dp",
+        "patch_torch": "integrations.torch_patch",
+        "ps": "",
+        "replicate": "dp",
+        "scatter": "dp",
+        "scatter_kwargs": "dp",
+        "testing": "",
+        "unpatch_torch": "integrations.torch_patch",
+    },
+)
 
 if "torch.distributed" in sys.modules:
     register_backend()  # else torch does it, when it is imported
-
-
-def __getattr__(name: str) -> object:
-    value: object
-    if name in _MODULES:
-        value = importlib.import_module(f"paceline.{name}")
-    elif name == "__version__":
-        value = _installed_version()
-    elif name in _IMPORTED_ON_USE:
-        value = getattr(importlib.import_module(_IMPORTED_ON_USE[name]), name)
-    else:
-        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def _installed_version() -> str:
-    from importlib import metadata  # not cheap, and hardly ever needed
-
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:  # a source tree that was not installed
-        return "0+unknown"
 
 
 def __dir__() -> list[str]:

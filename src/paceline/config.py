@@ -161,7 +161,7 @@ def parse_choice(kind: type[E], argument: str, value: str) -> E:
     """Turn a string argument into its enum member, or say what may be written.
 
     Raises:
-        ConfigurationError: If ``value`` is none of the members' values.
+        ConfigurationError: If ``value`` is not the value of a member.
     """
     try:
         return kind(value)

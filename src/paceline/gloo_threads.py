@@ -3,7 +3,7 @@
 [Note: gloo's threads at exit]
 A gloo group runs collectives on threads of its own. Such a thread tells whoever waits that a
 collective is done, and lets go of the tensors after that, for which it needs the interpreter lock.
-Where the program has ended in between, the lock is no longer to be had: Python ends the thread,
+Where the program has ended in between, the lock is gone: Python ends the thread,
 that goes through C++ which does not expect it, and the process dies of SIGABRT ("terminate called
 without an active exception"), after all of its work was done. It takes a program that ends within
 milliseconds of its last collective and has not destroyed its group, or a wrapper or a module of

@@ -71,9 +71,9 @@ def until(is_met: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def is_running(pid: int) -> bool:
-    """Say whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+def wait_started(folder: Path, launcher: subprocess.Popen[str]) -> list[int]:
+    """The processes that its two ranks have named in ``0.pids`` and ``1.pids``."""
+    files = [folder / f"{rank}.pids" for rank in range(2)]
+    until(lambda: launcher.poll() is not None or all(f.exists() for f in files), "no start")
+    assert launcher.poll() is None, launcher.communicate()
+    return [int(word) for file in files for word in file.read_text().split()]

@@ -21,7 +21,7 @@ from paceline.cli.doctor_env import CHECKS, Finding, Level, cgroup_memory_of
 from paceline.observe.jobs import listed_job
 from paceline.observe.launched import read_launched
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.processes import ProcessState, process_state
+from paceline.processes import ProcessState, process_state
 from paceline.testing import run_ranks
 from tests.cli.launched import finish, running, until
 from tests.ddp.compare import batch

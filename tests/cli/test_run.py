@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from tests.cli.launched import ROOT, environ, finish, is_running, launch, running, start, until
+from tests.cli.launched import ROOT, environ, finish, launch, running, start, until, wait_started
+from tests.system import is_running
 
 SURROUNDINGS = """
 import json, multiprocessing, os, pickle, sys, threading, atexit
@@ -192,13 +193,6 @@ except KeyboardInterrupt:
     raise
 """
 NONE_IGNORED, ALL_IGNORED = "28", "2,15,1"
-
-
-def wait_started(folder: Path, launcher: subprocess.Popen[str]) -> list[int]:
-    files = [folder / f"{rank}.pids" for rank in range(2)]
-    until(lambda: launcher.poll() is not None or all(f.exists() for f in files), "no start")
-    assert launcher.poll() is None, launcher.communicate()
-    return [int(word) for file in files for word in file.read_text().split()]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.launched import finish, is_running, running, until
+from tests.cli.launched import finish, running, until, wait_started
+from tests.system import is_running
 
 pytestmark = pytest.mark.alone
 
@@ -35,13 +36,6 @@ open(me + ".new", "w").write(" ".join(map(str, pids)))
 os.rename(me + ".new", me + ".pids")
 if "ends" not in sys.argv: time.sleep(600)
 """
-
-
-def started(folder: Path, launcher: subprocess.Popen[str]) -> list[int]:
-    files = [folder / f"{rank}.pids" for rank in range(2)]
-    until(lambda: launcher.poll() is not None or all(f.exists() for f in files), "no start")
-    assert launcher.poll() is None, launcher.communicate()
-    return [int(word) for file in files for word in file.read_text().split()]
 
 
 def fork_server(launcher: subprocess.Popen[str]) -> int:
@@ -76,7 +70,7 @@ def seconds_to_end(launcher: subprocess.Popen[str], pids: list[int], *, twice: b
 def test_while_ranks_run(how: str, twice: bool, tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(WAITS)
     with running("-n", "2", "waits.py", how, cwd=tmp_path) as launcher:
-        pids = started(tmp_path, launcher)
+        pids = wait_started(tmp_path, launcher)
         took_s = seconds_to_end(launcher, pids, twice=twice)
     assert took_s < (SECOND_S if twice else FIRST_S)
 
@@ -97,7 +91,7 @@ def test_while_the_launcher_ends_what_is_left(twice: bool, tmp_path: Path) -> No
     """All ranks have ended, and have left behind what does not care for SIGTERM."""
     (tmp_path / "waits.py").write_text(WAITS)
     with running("-n", "2", "waits.py", "ends", cwd=tmp_path) as launcher:
-        pids = started(tmp_path, launcher)
+        pids = wait_started(tmp_path, launcher)
         until(lambda: not is_running(pids[0]) and not is_running(pids[4]), "a rank lives on")
         began_s = time.monotonic()
         launcher.send_signal(signal.SIGINT)

@@ -303,8 +303,6 @@ def test_the_reference_has_what_our_wrapper_adds() -> None:
     assert sorted(added - set(members[1].split(", "))) == []
 
 
-# Not yet wrapped.
-LONG = {"elastic.md", "elastic-state.md", "observe.md"}
 MOST_IN_LINE = 120
 
 
@@ -315,9 +313,7 @@ def too_long(text: str) -> list[str]:
     return [line for line in prose if len(LINK.sub("]", line)) > MOST_IN_LINE]
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name not in LONG], ids=lambda page: page.name
-)
+@every_page
 def test_lines_are_short(page: Path) -> None:
     assert too_long(page.read_text()) == []
 

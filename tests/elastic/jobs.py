@@ -14,7 +14,7 @@ from paceline.elastic.job import ElasticJob, ElasticPlan
 from paceline.elastic.members import ElasticPolicy
 from paceline.launch.fork_server import ForkServer, shared_fork_server
 from paceline.launch.job import JobPlan
-from paceline.launch.rendezvous import Endpoint, Hosts
+from paceline.launch.rendezvous import Endpoint, JobHosts
 from paceline.launch.screen import Screen
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.run_folder import RunFolder
@@ -35,7 +35,7 @@ class JobOnSharedServer(ElasticJob):
     hurries: Callable[[list[int]], bool] | None = None
     is_late = False
 
-    def _fork_server(self) -> contextlib.AbstractContextManager[ForkServer]:
+    def _served(self) -> contextlib.AbstractContextManager[ForkServer]:
         self.deadline_s = time.monotonic() + DEADLINE_S
         return contextlib.nullcontext(shared_fork_server())
 
@@ -109,7 +109,7 @@ def run_job(
     order |= options or {}
     plan = JobPlan(
         Target(TargetKind.SCRIPT, str(SCRIPT), (str(out), json.dumps(order))),
-        Hosts(1, 0, ranks, Endpoint()),
+        JobHosts(1, 0, ranks, Endpoint()),
         "test",
         options={"OMP_NUM_THREADS": "1"},
         shown=frozenset(),

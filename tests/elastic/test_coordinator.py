@@ -14,25 +14,20 @@ from typing import Any
 import pytest
 
 from paceline.elastic.coordinator import Coordinator, CoordinatorOrder
-from paceline.elastic.door import MAX_HEARD
 from paceline.elastic.handshake import connect, read_key
 from paceline.elastic.hosts import keeper as keeper_module
 from paceline.elastic.hosts.agent import Agent, AgentPlan
 from paceline.elastic.hosts.keeper import CoordinatorKeeper
 from paceline.elastic.hosts.takeover import HostReport
+from paceline.elastic.keyed_listener import MAX_HEARD
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import key_path, receive, send, socket_path
 from paceline.errors import ConfigurationError, MembershipError
 from paceline.launch.fork_server import shared_fork_server
+from tests.system import free_port
 
 KEY = b"k" * 64
 DEADLINE_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Running:
@@ -64,7 +59,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 def say_hello(pipe: Connection, host: int = 0, launcher: str = "a", **facts: Any) -> dict[str, Any]:
     hello = {"host": host, "hosts": 2, "ranks": 1, "launcher": launcher, "coordinator": "",
-             "heard": 0, "door": 0, "report": HostReport().to_plain()}  # fmt: skip
+             "heard": 0, "store_port": 0, "report": HostReport().to_plain()}  # fmt: skip
     send(pipe, "host", **(hello | facts))
     return receive(pipe)
 
@@ -110,7 +105,7 @@ class TestStrangers:
         silent = [socket.create_connection(running.address) for _ in range(2 * MAX_HEARD)]
         try:
             self.meet(running)
-            assert len(running.coordinator._doors[1]._heard) <= MAX_HEARD
+            assert len(running.coordinator._listeners[1]._heard) <= MAX_HEARD
         finally:
             for each in silent:
                 each.close()
@@ -213,7 +208,7 @@ class NoLauncher:
         self.forked: list[int] = []
         self.epochs: list[int] = []
         self.killed: dict[int, str] = {}
-        self.door = 0
+        self.store_port = 0
 
     def fork(self, order: dict[str, Any]) -> None:
         self.forked.append(order["member"])
@@ -229,8 +224,8 @@ class NoLauncher:
     def on_epoch(self, event: dict[str, Any]) -> None:
         self.epochs.append(event["epoch"])
 
-    def on_store(self, door: int) -> None:
-        self.door = door
+    def on_store(self, store_port: int) -> None:
+        self.store_port = store_port
 
     def listens(self) -> list[str]:
         return []
@@ -280,7 +275,7 @@ def test_a_new_coordinator_hears_all_and_a_refusal_is_worth_a_lease(tmp_path: Pa
             assert len(launcher.forked) == 2
             assert not launcher.killed
             mine.run_until(
-                lambda: agent.has_said_all() and second.coordinator._hosts[0].channel.heard > 0
+                lambda: agent.has_said_all() and second.coordinator._hosts[0].messages.heard > 0
             )
         finally:
             second.close()

@@ -138,7 +138,7 @@ def test_a_cut_link_and_a_coordinator_that_dies(hosts: Hosts, tmp_path: Path) ->
         job.set_link(1, "down")
         job.wait_worlds(4, 2)
         assert not ranks_below(job.launchers[1].pid), "two parts go on"
-        assert "host 1 was not heard of" in job.events()[-1]["why"]
+        assert "host 1 was not heard from" in job.events()[-1]["why"]
         job.set_link(1, "up")
         job.wait_worlds(4, 2, 4)
         kill_coordinator(job)

@@ -33,11 +33,11 @@ KEY = b"k" * 64
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """The private directories of two launchers, and the first one's door."""
+    """The private directories of two launchers, and the first one's store port."""
 
     first: Path
     second: Path
-    door: int
+    store_port: int
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
         store_key(key_path(path), KEY)
     orders = [StoreOrder(number == 0, True, KEY, str(path)) for number, path in enumerate(paths)]
     with child_process(keep_store, orders[0]) as first, child_process(keep_store, orders[1]) as far:
-        door = json.loads(first.pipe.recv_bytes())["door"]
+        store_port = json.loads(first.pipe.recv_bytes())["store_port"]
         far.pipe.recv_bytes()
-        far.pipe.send_bytes(json.dumps({"target": ["127.0.0.1", door]}).encode())
-        yield TwoHosts(paths[0], paths[1], door)
+        far.pipe.send_bytes(json.dumps({"target": ["127.0.0.1", store_port]}).encode())
+        yield TwoHosts(paths[0], paths[1], store_port)
 
 
 @pytest.fixture
@@ -140,15 +140,15 @@ class TestStrangers:
 
     @pytest.mark.parametrize("data", [b"\xff" * 64, pack({"op": "delete", "keys": ["a"]}), b""])
     def test_noise_at_the_door(self, hosts: TwoHosts, data: bytes) -> None:
-        door = ("127.0.0.1", hosts.door)
-        with contextlib.suppress(OSError), socket.create_connection(door) as loud:
+        address = ("127.0.0.1", hosts.store_port)
+        with contextlib.suppress(OSError), socket.create_connection(address) as loud:
             loud.sendall(data)  # until it has hung up
             loud.shutdown(socket.SHUT_WR)
             while loud.recv(1000):
                 pass
 
     def test_a_wrong_key(self, hosts: TwoHosts) -> None:
-        for address in (("127.0.0.1", hosts.door), stores_path(hosts.first)):
+        for address in (("127.0.0.1", hosts.store_port), stores_path(hosts.first)):
             with pytest.raises((EOFError, OSError)):
                 connect(address, b"another key")
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,15 +26,10 @@ from paceline.launch.script import read_raised, run_rank
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.run_folder import RunFolder
 from tests.elastic.jobs import SCRIPT, Ended, Fault, check
+from tests.system import free_port
 
 DEADLINE_S = 200.0
 pytestmark = pytest.mark.timeout(300)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rank_environ(ranks: int, port: int, rank: int, tmp_path: Path) -> dict[str, str]:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.system import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "scontrol")
 PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 DEADLINE_S = 90
@@ -51,13 +53,6 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "needs root"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Yield the environment in which Slurm's commands mean this cluster."""
@@ -70,8 +65,8 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
     text = CONFIGURATION.format(
         folder=folder,
         host=socket.gethostname().partition(".")[0],
-        controller_port=_free_port(),
-        node_port=_free_port(),
+        controller_port=free_port(),
+        node_port=free_port(),
     )
     configuration = folder / "slurm.conf"
     configuration.write_text(text)

@@ -16,7 +16,7 @@ from paceline.launch.child import ForkServerError
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.kernel import orphans_ended
 from paceline.launch.wire import EndPolicy
-from tests.cli.launched import is_running, until
+from tests.system import is_running, wait_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 LEISURELY = EndPolicy(first=signal.SIGTERM, grace_s=600.0)
@@ -40,10 +40,6 @@ def leave_one_behind(pipe: Connection, path: str, ignores: bool) -> None:
             time.sleep(600)
     os.read(ready, 1)
     pipe.send(pid)
-
-
-def wait_gone(pid: int) -> None:
-    until(lambda: not is_running(pid), f"process {pid} lives on")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from paceline.launch.exits import exit_summary
 from paceline.launch.fork_server import ForkServer, shared_fork_server
 from paceline.launch.wire import EndPolicy
 from tests.children import FORKS
+from tests.system import is_running, wait_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 DEADLINE_S = 60.0
@@ -48,20 +49,6 @@ def child_of(
         child.kill()
         child.wait()
         child.close()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_gone(pid: int) -> None:
-    until_s = time.monotonic() + DEADLINE_S
-    while is_running(pid):
-        assert time.monotonic() < until_s, f"process {pid} lives on"
-        time.sleep(0.01)
 
 
 # --- what children do ----------------------------------------------------------------------------

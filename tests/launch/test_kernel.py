@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.kernel import descendants, orphans_ended
-from tests.cli.launched import is_running, until
+from tests.cli.launched import until
+from tests.system import is_running
 
 # Its first thread ends, as the first of many does that SIGKILL ends; another one stays.
 HALF_ENDED = """

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.launch import rendezvous
-from paceline.launch.rendezvous import Endpoint, Hosts
+from paceline.launch.rendezvous import Endpoint, JobHosts
 
 DEADLINE_S = 60.0
 
@@ -46,7 +46,7 @@ def hear(pipe: Connection) -> str:
 
 
 @contextlib.contextmanager
-def meeting(store: Any, hosts: Hosts, pipe: Connection) -> Iterator[list[list[int]]]:
+def meeting(store: Any, hosts: JobHosts, pipe: Connection) -> Iterator[list[list[int]]]:
     found: list[list[int]] = []
     thread = threading.Thread(target=lambda: found.append(rendezvous._meet(store, hosts, pipe)))
     thread.start()
@@ -59,16 +59,16 @@ def test_who_is_missing(pipe: tuple[Connection, Connection]) -> None:
     ours, theirs = pipe
     served = rendezvous._serve(Endpoint("localhost", 0), 3)
     where = Endpoint("localhost", served.port)
-    with meeting(served, Hosts(3, 0, 4, where), theirs) as found:
+    with meeting(served, JobHosts(3, 0, 4, where), theirs) as found:
         text = hear(ours)
         assert f"host 0 waits at port {served.port} for hosts 1, 2 of 3: is paceline run" in text
         assert "Waited 0 s of 900 s" in text
         limit = datetime.timedelta(seconds=DEADLINE_S)
         stores = [dist.TCPStore("localhost", where.port, None, False, limit) for _ in range(2)]
-        with meeting(stores[0], Hosts(3, 1, 2, where), theirs):
+        with meeting(stores[0], JobHosts(3, 1, 2, where), theirs):
             while "for host 2 of 3" not in (text := hear(ours)):
                 assert text
-            assert rendezvous._meet(stores[1], Hosts(3, 2, 1, where), theirs) == [4, 2, 1]
+            assert rendezvous._meet(stores[1], JobHosts(3, 2, 1, where), theirs) == [4, 2, 1]
     assert found == [[4, 2, 1]]
 
 
@@ -82,7 +82,7 @@ def test_nobody_is_there(
         taken.bind(("127.0.0.1", 0))
         endpoint = Endpoint("localhost", taken.getsockname()[1])
         with pytest.raises(dist.DistNetworkError):
-            rendezvous._reach(Hosts(2, 1, 1, endpoint), theirs)
+            rendezvous._reach(JobHosts(2, 1, 1, endpoint), theirs)
     text = hear(ours)
     assert f"host 1 cannot reach host 0 at localhost:{endpoint.port} yet" in text
 
@@ -91,4 +91,4 @@ def test_nobody_comes(pipe: tuple[Connection, Connection], monkeypatch: pytest.M
     monkeypatch.setattr(rendezvous, "JOIN_S", 0.2)
     served = rendezvous._serve(Endpoint("localhost", 0), 2)
     with pytest.raises(RuntimeError, match=r"waits at port .* for host 1 of 2"):
-        rendezvous._meet(served, Hosts(2, 0, 1, Endpoint("localhost", served.port)), pipe[1])
+        rendezvous._meet(served, JobHosts(2, 0, 1, Endpoint("localhost", served.port)), pipe[1])

@@ -10,7 +10,7 @@ from itertools import permutations
 import pytest
 
 from paceline.liveness import Deaths, describe_process
-from paceline.liveness.identity import Identity, open_pidfd, start_time
+from paceline.liveness.identity import Identity
 
 
 @pytest.fixture
@@ -73,16 +73,6 @@ def test_a_forked_child_sees_nobody_die_and_takes_nothing_from_its_parent(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert deaths.look() == [1]
     deaths.close()
-
-
-def test_a_pid_that_was_given_away_is_not_taken_for_the_process(children: list[int]) -> None:
-    me = describe_process(0)
-    pid = children[0]
-    right = Identity(1, me.host, me.hostname, pid, start_time(pid))
-    descriptor = open_pidfd(right)
-    assert descriptor is not None
-    os.close(descriptor)
-    assert open_pidfd(Identity(1, me.host, me.hostname, pid, start_time(pid) + 1)) is None
 
 
 @pytest.mark.parametrize("value", [None, [], {"rank": 1}, {"rank": 2, "host": ""}], ids=str)

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.observe.masked import masked
-from paceline.observe.run_folder import RunFolder, RunInfo, find_run, write_private
+from paceline.observe.run_folder import RunFolder, RunInfo, find_run
 
 INFO = RunInfo("a", ("train.py",), 2, 1, 4242, 1000.0, {})
 
@@ -97,22 +97,6 @@ class TestCreate:
         RunFolder.create("train.py", tmp_path / "run")
         with pytest.raises(ConfigurationError, match="belongs to another run: name another"):
             RunFolder.create("train.py", tmp_path / "run")
-
-
-@pytest.mark.usefixtures("umask")
-def test_a_private_file(tmp_path: Path) -> None:
-    write_private(tmp_path / "failure.txt", "who \udcff was it\n")
-    assert mode(tmp_path / "failure.txt") == 0o600
-    assert (tmp_path / "failure.txt").read_text() == "who ? was it\n"
-
-
-def test_nobody_reads_it_before_it_is_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mode is the kernel's from the first moment, not one that is set afterwards."""
-    monkeypatch.setattr("os.fchmod", lambda *_: None)
-    write_private(tmp_path / "failure.txt", "")
-    assert mode(tmp_path / "failure.txt") == 0o600
 
 
 class TestLatest:

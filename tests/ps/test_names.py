@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-
-from paceline import ps
-
-
-def test_no_late_name_is_that_of_a_submodule() -> None:
-    modules = {path.stem for path in Path(str(ps.__file__)).parent.glob("*.py")}
-    assert not modules & set(ps._IMPORTED_ON_USE)
 
 
 def test_modules_before_connect() -> None:

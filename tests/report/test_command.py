@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from paceline.cli import main
 from paceline.cli.report import EXAMPLE
 from paceline.observe.records import Activity, Status
 from paceline.observe.run_folder import RunFolder
+from paceline.processes import host_name
 from paceline.report.phases import Phase
 from paceline.report.run import RunState, read_run
 from tests.report.histories import Delay, Job, simulate, write_folder, write_history
@@ -160,7 +160,7 @@ class TestState:
     def write(self, path: Path, status: Status, pid: int) -> Path:
         write_folder(SLOW, path)
         for history in simulate(SLOW):
-            info = replace(history.info, host=socket.gethostname(), pid=pid)
+            info = replace(history.info, host=host_name(), pid=pid)
             write_history(
                 replace(history, info=info, status=status),
                 RunFolder(path).events(history.info.rank),

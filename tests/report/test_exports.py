@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.report.analysis import analyse
-from paceline.report.compare import Verdict, compare, headline, judge
+from paceline.report.compare import ChangeVerdict, compare, headline, judge
 from paceline.report.flight import write_dumps
 from paceline.report.phases import Phase
 from paceline.report.trace import write_trace
@@ -124,11 +124,11 @@ def test_a_slower_phase_is_found_and_the_rest_is_noise() -> None:
     usual = {**Job().usual_ms, Phase.FORWARD: 24.0}
     after = analyse(make_run(Job(steps=300, jitter=0.1, seed=2, usual_ms=usual), "after"))
     found = {change.name: change for change in compare(before, after).changes}
-    assert found["forward"].verdict is Verdict.SLOWER
+    assert found["forward"].verdict is ChangeVerdict.SLOWER
     assert found["forward"].low_ms < 4.0 < found["forward"].high_ms + 0.5
-    assert found["step"].verdict is Verdict.SLOWER
-    assert found["optimizer"].verdict is Verdict.SAME
-    assert found["reduction of bucket 1"].verdict is Verdict.SAME
+    assert found["step"].verdict is ChangeVerdict.SLOWER
+    assert found["optimizer"].verdict is ChangeVerdict.SAME
+    assert found["reduction of bucket 1"].verdict is ChangeVerdict.SAME
     assert headline(compare(before, after)).endswith("slower, most of it in forward.")
     assert "faster, most of it in forward" in headline(compare(after, before))
     assert "within the noise" in headline(compare(before, before))
@@ -145,11 +145,13 @@ def test_false_alarms_are_rare() -> None:
             found.append(100 + drift)
         return found
 
-    wrong = sum(judge("step", series(), series()).verdict is not Verdict.SAME for _ in range(40))
+    wrong = sum(
+        judge("step", series(), series()).verdict is not ChangeVerdict.SAME for _ in range(40)
+    )
     assert wrong <= 6
 
 
 def test_too_few_steps() -> None:
     few = analyse(make_run(Job(steps=6)))
-    assert compare(few, few).changes[0].verdict is Verdict.UNSURE
+    assert compare(few, few).changes[0].verdict is ChangeVerdict.UNSURE
     assert headline(compare(few, few)) == "Too few steps to tell the runs apart."

@@ -16,7 +16,7 @@ from paceline.cli import main
 from paceline.errors import RecordsError
 from paceline.observe.checksum_file import ChecksumWriter, RoundChecksums, read_file, read_run
 from paceline.observe.run_folder import RunFolder
-from paceline.report.verify import Verdict, compare_checkpoints, compare_runs
+from paceline.report.verify import VerifyResult, compare_checkpoints, compare_runs
 
 STEPS = 4
 
@@ -59,7 +59,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_equal_on_another_number_of_ranks(reference: Path, tmp_path: Path) -> None:
     other = recorded(tmp_path / "three", 3)
-    assert compare_runs(reference, other) == Verdict(True, f"equal: {STEPS} steps, 0 to 3")
+    assert compare_runs(reference, other) == VerifyResult(True, f"equal: {STEPS} steps, 0 to 3")
     assert main(["verify", str(reference), str(other)]) == 0
     rounds = read_run(other)
     assert all(sorted(each.shards) == list(range(8)) for each in rounds.values())

@@ -13,6 +13,7 @@ import torch
 
 from paceline.errors import CollectiveError
 from paceline.native.extension import native
+from paceline.processes import ProcessState, process_state
 from paceline.shm import ASYNC, BLOCKING, Pending, SharedGroup
 from tests.shm.worker_pool import RankContext
 
@@ -136,17 +137,8 @@ def one(group: SharedGroup, context: RankContext, name: str, count: int) -> dict
 def let_it_sleep(pid: int) -> None:
     """Come late: the rank with the fault has to wait, and falls asleep, which is where it ends."""
     until_s = time.monotonic() + 60
-    while is_running(pid) and time.monotonic() < until_s:
+    while process_state(pid) is ProcessState.ALIVE and time.monotonic() < until_s:
         time.sleep(0.002)
-
-
-def is_running(pid: int) -> bool:
-    """Say whether a process is there and not stopped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "TZX"
 
 
 def with_fault(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigurationError, PacelineError
 from paceline.testing import RanksFailedError, run_ranks
 from paceline.testing.failures import Outcome
+from tests.system import is_running, wait_gone
 
 KEPT: list[object] = []  # survives the function that runs in a rank
 
@@ -31,23 +32,6 @@ def rank_and_argument(argument: str) -> tuple[int, str]:
 
 def wait_for_ever() -> None:
     threading.Event().wait()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_gone(pids: list[int], within_s: float = 60.0) -> bool:
-    until_s = time.monotonic() + within_s
-    while any(is_alive(pid) for pid in pids):
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def failure_text(
@@ -364,11 +348,11 @@ class TestCallerGoesAway:
                     assert caller.poll() is None
                     time.sleep(0.02)
                 pids = [int(file.read_text()) for file in files]
-                assert all(is_alive(pid) for pid in pids)
+                assert all(is_running(pid) for pid in pids)
             finally:
                 if how is signal.SIGINT:
                     os.killpg(caller.pid, signal.SIGINT)  # as a terminal does it
                 else:
                     caller.kill()
             caller.communicate(timeout=60)
-        assert wait_gone(pids)
+        wait_gone(*pids)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.memory.segment import check_segment, create_segment
+from paceline.printable import size_text
 
 _MANY_DESCRIPTORS = 1024
 _LITTLE_BYTES = 1 << 30
@@ -298,7 +299,7 @@ def check_interfaces() -> Finding:
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     found = f"{', '.join(names)}; this host is {host}"
     if wanted and wanted not in names:
-        fix = f"GLOO_SOCKET_IFNAME={wanted} is none of them"
+        fix = f"GLOO_SOCKET_IFNAME={wanted} is not one of them"
         return Finding("interfaces", Level.FAIL, found, fix)
     try:
         address = socket.gethostbyname(host)
@@ -343,7 +344,7 @@ def check_processes() -> Finding:
 def _size(size: int) -> str:
     if size >= resource.RLIM_INFINITY and resource.RLIM_INFINITY > 0:
         return "unlimited"
-    return f"{size / (1 << 30):.1f} GiB"
+    return size_text(size)
 
 
 def _limit(value: int) -> str:

@@ -12,7 +12,7 @@ from paceline.elastic.job import ElasticPlan
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import KEY_FILE
 from paceline.errors import ConfigurationError
-from paceline.launch.rendezvous import Hosts
+from paceline.launch.rendezvous import JobHosts
 
 STUCK_AFTER_S = 300.0
 LEASE_S = 15.0
@@ -33,19 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--spares", metavar="N", type=int,
         help="so many more wait at train(state) for a rank to die (default: 0)")  # fmt: skip
     add("--hold", metavar="S", type=float,
-        help="after a death, wait so long for the replacement (default: 0)")  # fmt: skip
+        help="how long to wait for a replacement after a death (default: 0)")  # fmt: skip
     add("--stuck-after", metavar="S", type=float,
-        help="a rank that is stopped or stuck for so long counts as dead; "
+        help="a rank that is stopped or stuck for this long counts as dead; "
         f"0: never (default: {STUCK_AFTER_S:g})")  # fmt: skip
     add("--lease", metavar="S", type=float,
-        help="a host that is not heard of for so long counts as dead; the same on all hosts "
+        help="a host that is silent for this long counts as dead; the same on all hosts "
         f"(default: {LEASE_S:g})")  # fmt: skip
     add("--job-key", metavar="FILE", type=Path,
         help="several hosts: a secret of the job, the same on all hosts, in a file that only you "
         f"can read (or {KEY_FILE})")  # fmt: skip
 
 
-def make_elastic(args: argparse.Namespace, hosts: Hosts) -> ElasticPlan | None:
+def make_elastic(args: argparse.Namespace, hosts: JobHosts) -> ElasticPlan | None:
     """Check the options; None without ``--elastic``.
 
     Raises:
@@ -81,7 +81,7 @@ def make_elastic(args: argparse.Namespace, hosts: Hosts) -> ElasticPlan | None:
     return ElasticPlan(policy, maximum, stuck_s, lease_s, _key(args, hosts, lease_s))
 
 
-def _key(args: argparse.Namespace, hosts: Hosts, lease_s: float) -> bytes | None:
+def _key(args: argparse.Namespace, hosts: JobHosts, lease_s: float) -> bytes | None:
     """The secret that hosts prove to each other; on one host the launcher makes one."""
     if hosts.count == 1:
         for name in ("lease", "job_key"):

@@ -19,9 +19,9 @@ from rich.table import Table
 from paceline.errors import ConfigurationError
 from paceline.observe.run_folder import RUNS, find_run
 from paceline.report.analysis import Analysis, Measured, analyse, plain
-from paceline.report.compare import Comparison, compare
+from paceline.report.compare import RunComparison, compare
 from paceline.report.compare import headline as comparison_headline
-from paceline.report.files import cannot_write, write_whole
+from paceline.report.files import cannot_write, report_file
 from paceline.report.flight import write_dumps
 from paceline.report.page import render_comparison, render_report
 from paceline.report.run import Run, read_run
@@ -111,7 +111,7 @@ def _compare(args: argparse.Namespace, console: Console, folders: list[Path]) ->
     return 0
 
 
-def _table_of(comparison: Comparison) -> Table:
+def _table_of(comparison: RunComparison) -> Table:
     table = Table("", comparison.before, comparison.after, "difference (95 %)", "verdict")
     for change in comparison.changes:
         interval = f"{change.low_ms:+.3g} to {change.high_ms:+.3g} ms"
@@ -145,9 +145,8 @@ def _write_extras(args: argparse.Namespace, found: Run, measured: Measured) -> N
     if args.json:
         _write_json(args.json, measured.analysis.to_dict())
     if args.trace:
-        write_whole(
-            Path(args.trace), lambda file: write_trace(file, measured.analysis, measured.steps)
-        )
+        with report_file(Path(args.trace)) as file:
+            write_trace(file, measured.analysis, measured.steps)
     if args.flight_recorder:
         try:
             write_dumps(Path(args.flight_recorder), found.histories)
@@ -160,12 +159,14 @@ def _write_json(where: str, value: object) -> None:
     if where == "-":
         sys.stdout.write(text)
     else:
-        write_whole(Path(where), lambda file: file.write(text))
+        with report_file(Path(where)) as file:
+            file.write(text)
 
 
 def _finish(args: argparse.Namespace, console: Console, usual: Path, page: str) -> None:
     path = Path(args.output) if args.output else usual
-    write_whole(path, lambda file: file.write(page))
+    with report_file(path) as file:
+        file.write(page)
     console.print(f"report: {escape(str(path))}")
     if args.open and not webbrowser.open(path.resolve().as_uri()):
         console.print("no browser was found; open the file yourself")

@@ -20,7 +20,7 @@ from paceline.errors import ConfigurationError
 from paceline.launch.child import ForkServerError
 from paceline.launch.environment import PATCH, STALL_AFTER, usable_cores
 from paceline.launch.job import Job, JobPlan
-from paceline.launch.rendezvous import Endpoint, Hosts
+from paceline.launch.rendezvous import Endpoint, JobHosts
 from paceline.launch.screen import Screen, make_table
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.jobs import listed_job
@@ -162,7 +162,7 @@ def _ranks(text: str) -> int:
     return int(text)
 
 
-def _hosts(args: argparse.Namespace, ranks: int) -> Hosts:
+def _hosts(args: argparse.Namespace, ranks: int) -> JobHosts:
     low, colon, high = args.nnodes.partition(":")
     is_range = bool(colon) and high != low
     if not low.isdigit() or int(low) < 1 or (colon and not high.isdigit()):
@@ -179,7 +179,7 @@ def _hosts(args: argparse.Namespace, ranks: int) -> Hosts:
             f"--node-rank is a number from 0 to {count - 1} with --nnodes {count}; not "
             f"{args.node_rank}"
         )
-    return Hosts(count, args.node_rank, ranks, _endpoint(args, count), int(low))
+    return JobHosts(count, args.node_rank, ranks, _endpoint(args, count), int(low))
 
 
 def _endpoint(args: argparse.Namespace, count: int) -> Endpoint:
@@ -284,7 +284,7 @@ def _temporary_folder(error: Exception) -> RunFolder:
     return folder
 
 
-def _info(folder: RunFolder, hosts: Hosts, words: Sequence[str]) -> RunInfo:
+def _info(folder: RunFolder, hosts: JobHosts, words: Sequence[str]) -> RunInfo:
     return RunInfo(
         name=folder.path.name,
         command=masked(words),

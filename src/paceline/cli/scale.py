@@ -22,7 +22,7 @@ examples:
 """
 
 ANSWER_S = 60.0
-"""So long may a launcher take to answer, on a busy machine."""
+"""How long a launcher may take to answer on a busy machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.observe.run_folder import find_run
-from paceline.report.verify import Verdict, compare_checkpoints, compare_runs
+from paceline.report.verify import VerifyResult, compare_checkpoints, compare_runs
 
 DESCRIPTION = """\
 Compare two runs of a training over shards, step by step, from the checksums in their run folders;
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if verdict.is_equal else 1
 
 
-def _compare(left: str, right: str) -> Verdict:
+def _compare(left: str, right: str) -> VerifyResult:
     if Path(left).is_file() and Path(right).is_file():
         return compare_checkpoints(Path(left), Path(right))
     return compare_runs(find_run(left).path, find_run(right).path)

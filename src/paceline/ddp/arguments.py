@@ -172,7 +172,7 @@ class BufferArguments:
 
 
 def choose_buffers(
-    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, shards: object = None
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None, shards: object
 ) -> BufferArguments:
     """Translate the new argument and the deprecated one, with torch's warnings.
 

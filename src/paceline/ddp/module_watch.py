@@ -5,7 +5,7 @@ compares all parameters and submodules by identity, without walking the module.
 
 [Note: lent tensors] ``torch.func.functional_call`` puts tensors in the place of parameters for one
 forward. They may be made from ours (``p * 1.0``): then gradients arrive at our parameters and are
-to be averaged. Or they may be others: then such a forward is none of our business. Only the graph
+to be averaged. Or they may be others: then such a forward does not concern us. Only the graph
 of the forward's output can tell, so the wrapper asks it. A module keeps nothing but
 ``nn.Parameter`` in the place of a parameter for longer than that: a new one that is to be trained
 is an error.

@@ -7,7 +7,6 @@ knows none of this: it moves a clock on.
 from __future__ import annotations
 
 import os
-import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from paceline.observe.recording import Wrapper, active_recorder, note, watch_wra
 from paceline.observe.records import RankInfo
 from paceline.observe.run_folder import RUN_DIR, recorded_rank
 from paceline.observe.step_clock import StepObserver
+from paceline.processes import host_name
 from paceline.torch_private.autograd import is_inside_backward
 from paceline.types import Transport
 
@@ -50,7 +50,7 @@ def identify(transport_ref: weakref.ref[Transport]) -> RankInfo:
         rank=recorded_rank(dist.get_rank()),
         local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
         world=dist.get_world_size(),
-        host=socket.gethostname(),
+        host=host_name(),
         pid=os.getpid(),
         threads=torch.get_num_threads(),
         cores=len(os.sched_getaffinity(0)),

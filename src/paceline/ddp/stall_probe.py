@@ -21,6 +21,7 @@ from paceline.native.extension import native
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.probes import InCollective, add_probe
 from paceline.observe.stall.start import start_watchdog, stop_without_probes
+from paceline.printable import listed
 from paceline.shm.core.dtypes import describe_request
 from paceline.shm.diagnose.thread_location import locate_thread
 from paceline.shm.diagnose.wait_monitor import WaitMonitor
@@ -70,11 +71,11 @@ class StallProbe:
             return ""
         if not reducer.clock.backward_ended:
             missing = [slot.spec.name for slot in reducer.runner.progress.missing()]
-            return f"gradients to come: {_list(missing)}" if missing else ""
+            return f"gradients to come: {listed(missing, _NAMED)}" if missing else ""
         for bucket, ended in zip(reducer.buckets, reducer.clock.ended, strict=False):
             if not ended:
                 names = [slot.spec.name for slot in bucket.slots]
-                return f"bucket {bucket.index} (of {len(reducer.buckets)}): {_list(names)}"
+                return f"bucket {bucket.index} (of {len(reducer.buckets)}): {listed(names, _NAMED)}"
         return "the end of the step"
 
     def collectives(self) -> list[str]:
@@ -102,8 +103,3 @@ def _of_monitor(monitor: WaitMonitor) -> list[str]:
         elif row.finished:
             told.append(f"{describe_request(row.request)}, done {ago_s:.1f} s ago")
     return told
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

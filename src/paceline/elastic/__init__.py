@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from paceline.on_use import import_on_use
 
 if TYPE_CHECKING:
     from paceline.elastic.data.iterable import IterableCursor
@@ -14,19 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DistributedSampler", "IterableCursor", "MembershipEvent", "State", "run"]
 
-# The launcher uses this package, too, and has no torch. No name may be that of a submodule.
-_IMPORTED_ON_USE = {
-    "DistributedSampler": "data.sampler",
-    "IterableCursor": "data.iterable",
-    "MembershipEvent": "events",
-    "State": "state",
-    "run": "session",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _IMPORTED_ON_USE:
-        raise AttributeError(f"module 'paceline.elastic' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"paceline.elastic.{_IMPORTED_ON_USE[name]}"), name)
-    globals()[name] = value
-    return value
+# The launcher uses this package, too, and has no torch.
+__getattr__ = import_on_use(
+    __name__,
+    {
+        "DistributedSampler": "data.sampler",
+        "IterableCursor": "data.iterable",
+        "MembershipEvent": "events",
+        "State": "state",
+        "run": "session",
+    },
+)

@@ -53,10 +53,10 @@ logger = logging.getLogger("paceline.elastic")
 
 FREE_EVERY_S = 0.05
 HEAR_S = 2.0
-"""So long after an error of a collective may the coordinator's word come that the epoch is over."""
+"""How long after an error of a collective the coordinator may say that the epoch is over."""
 ANSWER_S = 30.0
 AWAY_S = 300.0
-"""So long a rank waits for a coordinator that is away."""
+"""How long a rank waits for a coordinator that is away."""
 _LAUNCHER_GONE = "the launcher is gone, and with it the other ranks of this host"
 
 

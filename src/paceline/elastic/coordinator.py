@@ -15,12 +15,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.elastic.door import Door, listen_at
 from paceline.elastic.handshake import limit_waits
 from paceline.elastic.hosts.lease import FIRST_HOST, LeaseTable, now_s
 from paceline.elastic.hosts.mailbox import Mailbox
 from paceline.elastic.hosts.session import HostSession, HostSessions, NotYetError, check_host
 from paceline.elastic.hosts.takeover import HostReport, is_complete, put_together
+from paceline.elastic.keyed_listener import KeyedListener, listen_at
 from paceline.elastic.members import (
     Action,
     Begin,
@@ -89,7 +89,7 @@ class Coordinator:
         # [Note: leases]: what it waits for begins when it can be connected to, not before.
         self._leases = LeaseTable(order.lease_s, now_s())
         self._membership = Membership(order.policy, now_s=now_s())
-        self._doors = [Door(each, order.key, self._on_newcomer) for each in listeners]
+        self._listeners = [KeyedListener(each, order.key, self._on_newcomer) for each in listeners]
 
     # --- the loop ---------------------------------------------------------------------------------
     def run(self) -> None:
@@ -121,7 +121,7 @@ class Coordinator:
             self._is_over = True
 
     def _on_newcomer(self, hello: dict[str, Any], pipe: Connection) -> None:
-        """In the thread of a door."""
+        """In a thread of a listener."""
         self._mailbox.post(partial(self._admit, hello, pipe))
 
     # --- launchers come and go --------------------------------------------------------------------
@@ -145,19 +145,19 @@ class Coordinator:
                 host, launcher, ranks, self._selector.unregister
             )
         session.hang_up()
-        session.pipe, session.door = pipe, int(hello["door"])
+        session.pipe, session.store_port = pipe, int(hello["store_port"])
         self._leases.heard(host, now_s())
         self._selector.register(pipe, selectors.EVENT_READ, partial(self._listen_to, session))
         keep = [each.id for each in report.members] if self._is_gathering or is_known else []
         welcome = {"coordinator": self._id, "is_known": is_known, "keep": keep}
-        welcome |= {"heard": session.channel.heard, "door": self._hosts.door()}
+        welcome |= {"heard": session.messages.heard, "store_port": self._hosts.store_port()}
         session.send({"kind": "welcome", **welcome})
         if is_known:
-            session.channel.confirm(heard)
-            for message in session.channel.unheard():
+            session.messages.confirm(heard)
+            for message in session.messages.unheard():
                 session.send(message)
         else:
-            if session.door:
+            if session.store_port:
                 self._hosts.tell_door()
             self._on_host(session, report)
 
@@ -216,7 +216,7 @@ class Coordinator:
         self._reports.pop(session.host, None)
         del self._hosts[session.host]
         if self.outcome is None and session.host in self._membership.hosts.known:
-            why = f"host {session.host} was not heard of for {self._order.lease_s:g} s"
+            why = f"host {session.host} was not heard from for {self._order.lease_s:g} s"
             self._do(self._membership.on_host_lost(session.host, why))
 
     # --- what launchers say -----------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Coordinator:
         assert session.pipe is not None
         try:
             message = receive(session.pipe)
-            is_new = session.channel.take(message)
+            is_new = session.messages.take(message)
         except (EOFError, OSError, MembershipError):
             session.hang_up()  # it may come back, until its lease is over
             return
@@ -247,7 +247,7 @@ class Coordinator:
         if kind == "alive":
             self._leases.heard(session.host, now_s())
             granted = {"kind": "granted", "beat": int(message["beat"])}
-            session.send(granted | {"heard": session.channel.heard})
+            session.send(granted | {"heard": session.messages.heard})
         elif kind == "listens":
             session.listens = [str(each) for each in message["listens"]][:4096]
             self._tell_peers()
@@ -272,7 +272,7 @@ class Coordinator:
             for member, why in self._still.judge(message["ranks"], training, now_s()).items():
                 self._tell_host_of(member, "kill", {"why": why})
         elif kind == "store":
-            session.door = int(message["door"])
+            session.store_port = int(message["store_port"])
             self._hosts.tell_door()
         elif kind == "stop":
             self._end(str(message["why"]))
@@ -371,8 +371,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Let nobody in any more, and hang up."""
-        for door in self._doors:
-            door.close()
+        for each in self._listeners:
+            each.close()
         for session in self._hosts.values():
             session.hang_up()
         self._mailbox.open()

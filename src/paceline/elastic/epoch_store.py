@@ -1,7 +1,7 @@
 """Where the ranks of an epoch meet: with the launcher, never in a rank, and out of others' reach.
 
 On one host a file in the launcher's private directory; on several a store of the first host's
-launcher, behind doors that ask for the job's key (:mod:`paceline.elastic.hosts.tunnel`).
+launcher, behind listeners that ask for the job's key (:mod:`paceline.elastic.hosts.tunnel`).
 
 ``init_process_group()`` of a script takes its store from here, too (:func:`replace_store`), so
 that the first epoch is no exception. ``MASTER_ADDR`` and ``MASTER_PORT`` are as under torchrun, for

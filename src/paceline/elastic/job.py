@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,7 +36,9 @@ from paceline.launch.local_ranks import LocalRank, error_file, rank_streams
 from paceline.launch.output import LogFile
 from paceline.launch.rendezvous import JOIN_S, Endpoint, HostEnded
 from paceline.launch.screen import Screen
+from paceline.observe.private_file import write_whole
 from paceline.observe.run_folder import RECORD_AS, RunFolder
+from paceline.processes import host_name
 
 _FAREWELL_S = 60.0  # for other hosts to finish
 _STOP_S = 5.0  # for other hosts to hear that the job is told to end
@@ -50,8 +51,8 @@ class ElasticPlan:
     Attributes:
         policy: What the coordinator decides by.
         maximum: More ranks than this are refused.
-        stuck_after_s: A rank that is stopped or stuck for so long counts as dead; 0: never.
-        lease_s: A host that is not heard of for so long counts as dead.
+        stuck_after_s: A rank that is stopped or stuck for this long counts as dead; 0: never.
+        lease_s: A host that is silent for this long counts as dead.
         key: Of the job; None: one is made.
     """
 
@@ -119,7 +120,7 @@ class ElasticJob(Job):
             self._agent.key,
             self._agent.directory,
             self._warn,
-            self._on_door,
+            self._on_store_port,
         )
         if self._is_first_host:
             agent = self._agent
@@ -140,18 +141,18 @@ class ElasticJob(Job):
                 is_over=lambda: agent.outcome is not None,
             )
         with contextlib.suppress(OSError):  # then nobody can scale it
-            self._folder.coordinator.write_text(str(self._agent.directory))
+            write_whole(self._folder.coordinator, str(self._agent.directory))
 
-    def _on_door(self, door: int) -> None:
+    def _on_store_port(self, store_port: int) -> None:
         """Other hosts reach the stores here."""
-        if self._agent is not None and self._agent.door != door:
-            self._agent.door = door
-            self._agent.say("store", door=door)
+        if self._agent is not None and self._agent.store_port != store_port:
+            self._agent.store_port = store_port
+            self._agent.say("store", store_port=store_port)
 
-    def on_store(self, door: int) -> None:
+    def on_store(self, store_port: int) -> None:
         """The first host's stores are behind this port."""
-        if self._stores is not None and door:
-            self._stores.aim_at(door)
+        if self._stores is not None and store_port:
+            self._stores.aim_at(store_port)
 
     def _wait_once(self, limit_s: float | None = None) -> None:
         agent, keeper = self._agent, self._keeper
@@ -291,7 +292,7 @@ class ElasticJob(Job):
         if found.epoch:
             self._warn(found.describe())
         if self._is_first_host and self._agent is not None:
-            here = {"host": socket.gethostname(), "pids": self._agent.pids_that_train()}
+            here = {"host": host_name(), "pids": self._agent.pids_that_train()}
             line = {"at_s": time.time(), **asdict(found), **here}
             with contextlib.suppress(OSError), self._folder.membership.open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -65,18 +65,18 @@ class ElasticPolicy:
     Attributes:
         ranks: How many there are to be.
         minimum: Fewer than this do not train; the job waits.
-        spares: So many members wait at ``train(state)`` to take the place of one that dies.
-        hold_s: After a death, wait so long for the replacement before going on without it.
-        wait_s: Below the minimum, the job ends after so long.
-        respond_s: A member that is told that its epoch is over and does not answer for so long
+        spares: How many members wait at ``train(state)`` to take the place of one that dies.
+        hold_s: How long to wait for a replacement before the others go on without it.
+        wait_s: After this long below the minimum the job ends.
+        respond_s: A member that is told that its epoch is over and does not answer for this long
             counts as dead, and is killed.
         early_deaths: So many deaths of one slot in a row, each before a single step was committed,
             end the job.
         first_pause_s: The pause before the second replacement in such a row; doubled each time.
         hosts: How many hosts the job begins with, at least.
         max_hosts: More hosts than this are turned away. Once so many are there, it begins at once.
-        gather_s: Otherwise it waits so long for more than ``hosts``.
-        replaces: Who died is replaced; else the job goes on without.
+        gather_s: Otherwise it waits this long for more than ``hosts``.
+        replaces: Whether members that die are replaced; if not, the job goes on without them.
         begins_alone: Members have no group of their own to begin with: each comes to
             ``train(state)`` alone, as a replacement does, and the first epoch copies a state.
     """

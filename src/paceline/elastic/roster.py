@@ -151,10 +151,10 @@ class Roster:
     def _staying(self) -> list[Member]:
         return [who for who in self.members.values() if not who.is_spare and not who.is_leaving]
 
-    def _due(self, *, is_spare: bool = False) -> int:
-        """Replacements that are not forked yet."""
+    def _due(self) -> int:
+        """Replacements that are not forked yet, without spares."""
         slots = self._slots.values()
-        return sum(slot.fork_at_s is not None and slot.is_spare is is_spare for slot in slots)
+        return sum(slot.fork_at_s is not None and not slot.is_spare for slot in slots)
 
     def _minimum(self) -> int:
         return min(self.policy.minimum, self.policy.ranks)

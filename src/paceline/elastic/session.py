@@ -22,10 +22,10 @@ import torch.distributed as dist
 from paceline.elastic.client import CoordinatorClient
 from paceline.elastic.epoch_store import is_on_several_hosts, open_store
 from paceline.elastic.events import MembershipEvent
+from paceline.elastic.find_supervisor import find_supervisor, leave_supervisor
 from paceline.elastic.hosts.listening import listening_at
 from paceline.elastic.protocol import DIRECTORY
 from paceline.elastic.state import State
-from paceline.elastic.supervise import find_supervisor, leave_supervisor
 from paceline.elastic.unblock import free_collectives
 from paceline.errors import (
     CollectiveError,
@@ -42,13 +42,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CONNECT_S = 3.0
-"""So long may ranks take to connect, once all have come to the store; longer if it was too short.
+"""How long ranks may take to connect, once all have come to the store; more if that was too short.
 
 gloo cannot be woken while it waits for the connection of a rank that has died meanwhile.
 """
 
 LEAVE_S = 10.0
-"""So long may collectives take to end, once their connections are cut."""
+"""How long collectives may take to end, once their connections are cut."""
 
 
 _TOLD_TO_END = (

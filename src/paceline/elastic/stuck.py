@@ -7,9 +7,9 @@ torch.
 [Note: who is stuck]
 - A process that is stopped (SIGSTOP, SIGTSTP) for longer than the deadline. One under a debugger is
   in another state, and is left alone.
-- A process whose interpreter does not answer for so long: a native call holds the GIL.
-- If all that are on their way to ``train(state)`` use no processor for so long: all of these. They
-  have recorded nothing yet, so that nobody can be told from the others; nothing is lost either.
+- A process whose interpreter does not answer for that long: a native call holds the GIL.
+- If no process on its way to ``train(state)`` uses a processor for that long: all of them. They
+  have recorded nothing yet, so nobody can be told from the others; nothing is lost either.
 - If no rank has moved for longer than the deadline: those that have come least far, by step and by
   place in the step (:class:`~paceline.observe.records.Activity` is in that order). The others wait
   for them, in whatever collective. If all are in the same place, nobody can be told from the
@@ -23,7 +23,6 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.elastic.members import MemberState
@@ -33,13 +32,14 @@ from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.account import read_watch_info
 from paceline.observe.stall.stacks import ask_stacks, innermost_place, sort_stacks
+from paceline.processes import cpu_ticks, state_letter
 
 _LOOKS = 4  # in the time of a deadline
 _IDLE = 0.01  # who uses less of a processor does not move
 
 
 @dataclass(frozen=True)
-class Sight:
+class Observation:
     """What is seen of a rank at one moment.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sight:
     silent_s: float = 0.0
     cpu_s: float = 0.0
 
-    def has_moved(self, before: Sight, after_s: float) -> bool:
+    def has_moved(self, before: Observation, after_s: float) -> bool:
         """Whether it did something since; for who is on its way, whether it used a processor."""
         if self.state is MemberState.STARTING and not self.is_stopped:
             return before.is_stopped or self.cpu_s - before.cpu_s > _IDLE * after_s
@@ -112,7 +112,7 @@ class StuckWatch:
     def __init__(self, folder: RunFolder, after_s: float) -> None:
         self._folder = folder
         self._after_s = after_s
-        self._since_s: dict[int, tuple[Sight, float]] = {}
+        self._since_s: dict[int, tuple[Observation, float]] = {}
         self._next_s = time.monotonic()
         self.still: list[Any] = []
 
@@ -139,55 +139,56 @@ class StuckWatch:
         return self.decide({who.member: self._look(who) for who in members}, now_s, is_whole)
 
     def decide(
-        self, sights: dict[int, Sight], now_s: float, is_whole: bool = True
+        self, seen: dict[int, Observation], now_s: float, is_whole: bool = True
     ) -> dict[int, str]:
         """The decision, apart from the looking."""
         before, self._since_s = self._since_s, {}
-        for member, sight in sights.items():
-            then, since_s = before.get(member, (sight, now_s))
-            has_moved = sight.has_moved(then, self._after_s)
-            self._since_s[member] = (sight, now_s) if has_moved else (then, since_s)
+        for member, one in seen.items():
+            then, since_s = before.get(member, (one, now_s))
+            has_moved = one.has_moved(then, self._after_s)
+            self._since_s[member] = (one, now_s) if has_moved else (then, since_s)
         still = {m: now_s - since for m, (_, since) in self._since_s.items()}
         stuck = [
             m
-            for m, sight in sights.items()
-            if sight.silent_s >= self._after_s or (sight.is_stopped and still[m] >= self._after_s)
+            for m, one in seen.items()
+            if one.silent_s >= self._after_s or (one.is_stopped and still[m] >= self._after_s)
         ]
-        stuck = stuck or self._stuck_together(sights, still, is_whole)
-        return {member: sights[member].describe(still[member]) for member in stuck}
+        stuck = stuck or self._stuck_together(seen, still, is_whole)
+        return {member: seen[member].describe(still[member]) for member in stuck}
 
     def _stuck_together(
-        self, sights: dict[int, Sight], still: dict[int, float], is_whole: bool
+        self, seen: dict[int, Observation], still: dict[int, float], is_whole: bool
     ) -> list[int]:
         """Those that the others wait for, if nobody moves."""
         self.still = []
-        starting = [m for m, sight in sights.items() if sight.state is MemberState.STARTING]
-        inside = {m: sight for m, sight in sights.items() if sight.state is MemberState.TRAINING}
+        starting = [m for m, one in seen.items() if one.state is MemberState.STARTING]
+        inside = {m: one for m, one in seen.items() if one.state is MemberState.TRAINING}
         if min((still[m] for m in starting), default=0.0) >= self._after_s:
             return starting
         if min((still[m] for m in inside), default=0.0) >= self._after_s:
             if is_whole:
-                return least_far({m: sight.progress for m, sight in inside.items()})
+                return least_far({m: one.progress for m, one in inside.items()})
             self.still = self._tell(inside, still)
         return []
 
-    def _tell(self, inside: dict[int, Sight], still: dict[int, float]) -> list[Any]:
+    def _tell(self, inside: dict[int, Observation], still: dict[int, float]) -> list[Any]:
         """For :class:`StillRanks`."""
         again_s = self._after_s / _LOOKS
         return [
-            [member, *sight.progress, sight.describe(still[member]), again_s]
-            for member, sight in inside.items()
-            if sight.progress is not None
+            [member, *one.progress, one.describe(still[member]), again_s]
+            for member, one in inside.items()
+            if one.progress is not None
         ]
 
-    def _look(self, who: Watched) -> Sight:
+    def _look(self, who: Watched) -> Observation:
         path = self._folder.events(who.slot)
         try:
             status = read_status(path) if read_info(path).pid == who.pid else None
         except (OSError, RecordsError):
             status = None
-        letter, cpu_s = _kernel_sight(who.pid)
-        return Sight(letter == "T", status, who.state, who.silent_s, cpu_s)
+        is_stopped = state_letter(who.pid) == "T"
+        cpu_s = cpu_ticks(who.pid) / os.sysconf("SC_CLK_TCK")
+        return Observation(is_stopped, status, who.state, who.silent_s, cpu_s)
 
 
 class StillRanks:
@@ -242,16 +243,7 @@ def least_far(progress: dict[int, tuple[int, int] | None]) -> list[int]:
 def where_it_is(folder: RunFolder, slot: int, pid: int) -> tuple[str, str]:
     """The place in the user's code, and the stacks, of a process that is about to be killed."""
     watch = read_watch_info(folder.watch(slot))
-    if watch is None or watch.pid != pid or _kernel_sight(pid)[0] in ("T", "Z", ""):
+    if watch is None or watch.pid != pid or state_letter(pid) in ("T", "Z", ""):
         return "", ""
     stacks = sort_stacks(ask_stacks(watch, folder.stacks(slot)), watch.trains_in)
     return innermost_place(stacks), stacks
-
-
-def _kernel_sight(pid: int) -> tuple[str, float]:
-    """The letter of a process's state, and the processor time of all its threads."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return words[0], (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        return "", 0.0

@@ -1,8 +1,8 @@
 """Keeps an elastic job together whose ranks ``paceline run`` has not started: a process of its own.
 
-Started by the first rank (:mod:`paceline.elastic.supervise`). To ranks it is what a launcher is: an
-agent, with the coordinator in a thread, and the same protocol. But it has not started anybody, and
-replaces nobody. All ranks are on this host. Must not import torch.
+Started by the first rank (:mod:`paceline.elastic.find_supervisor`). To ranks it is what a launcher
+is: an agent, with the coordinator in a thread, and the same protocol. But it has started no rank,
+and replaces none. All ranks are on this host. Must not import torch.
 
 [Note: a supervisor's life]
 - **Who starts it**: rank 0, once all ranks have come to ``train(state)``. They tell each other
@@ -35,9 +35,9 @@ from paceline.elastic.hosts.agent import Agent, AgentPlan
 from paceline.elastic.members import ElasticPolicy, MemberState
 from paceline.elastic.protocol import coordinator_path
 from paceline.elastic.stuck import StuckWatch, Watched, where_it_is
-from paceline.launch.kernel import open_pidfd, set_process_name
-from paceline.observe.jobs import process_start_time
+from paceline.launch.kernel import set_process_name
 from paceline.observe.run_folder import RUN_DIR, RunFolder
+from paceline.processes import open_pidfd
 
 STUCK_AFTER = "PACELINE_ELASTIC_STUCK_AFTER"
 """The environment variable with what ``--stuck-after`` is under ``paceline run``."""
@@ -52,15 +52,6 @@ class _Process:
     pid: int
     pidfd: int | None  # None: it has ended
     kill_reason: str = ""
-
-    @classmethod
-    def find(cls, pid: int, started: int) -> _Process:
-        """The process with this id that began at this time."""
-        pidfd = open_pidfd(pid)
-        if pidfd is not None and process_start_time(pid) != started:
-            os.close(pidfd)  # another one has its id by now
-            pidfd = None
-        return cls(pid, pidfd)
 
 
 class Supervisor:
@@ -172,7 +163,7 @@ class Supervisor:
     def on_epoch(self, event: dict[str, Any]) -> None:
         """The ranks log it."""
 
-    def on_store(self, door: int) -> None:
+    def on_store(self, store_port: int) -> None:
         """There is one host."""
 
     def listens(self) -> list[str]:
@@ -195,7 +186,9 @@ def main() -> int:
     set_process_name("paceline-elastic")
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with its ranks
-    ranks = [_Process.find(int(pid), int(started)) for pid, started in order["ranks"]]
+    ranks = [
+        _Process(int(pid), open_pidfd(int(pid), int(started))) for pid, started in order["ranks"]
+    ]
     supervisor = Supervisor(ranks, float(os.environ.get(STUCK_AFTER) or _STUCK_AFTER_S))
     try:
         supervisor.wait_ready()

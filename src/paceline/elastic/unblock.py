@@ -35,7 +35,7 @@ from paceline.torch_private.groups import registered_groups
 def free_collectives(
     wrappers: Iterable[DistributedDataParallel],
     peers: Iterable[int],
-    listens: Collection[str] = (),
+    listens: Collection[str],
 ) -> None:
     """Make every collective of this process end with an error.
 
@@ -69,7 +69,7 @@ def cut_connections(peers: set[int], listens: Collection[str] = ()) -> int:
     mine = {inode: int(number) for number, inode in sockets_of("/proc/self/fd")}
     table = tcp_table()
     by_ends = {(local, remote): inode for inode, (local, remote, _) in table.items()}
-    doors = set(listening_at([os.getpid()]))
+    listening = set(listening_at([os.getpid()]))
     addresses = {address_of(end) for end in listens}
     cut = 0
     for inode, number in mine.items():
@@ -77,7 +77,7 @@ def cut_connections(peers: set[int], listens: Collection[str] = ()) -> int:
             continue
         local, remote, _ = table[inode]
         is_near = by_ends.get((remote, local)) in theirs
-        is_far = remote in listens or (local in doors and address_of(remote) in addresses)
+        is_far = remote in listens or (local in listening and address_of(remote) in addresses)
         if is_near or is_far:
             cut += _shut(number, inode)
     return cut

@@ -62,7 +62,7 @@
   │   ├── CheckpointError                    a state cannot be saved, found or loaded
   │   └── StateTransferError                 a state cannot be sent to another rank, or does not fit
   ├── TorchNameError (ImportError)           this torch lacks a private name that a feature needs
-  ├── RecordsError (ValueError)              a file of records is none, or is damaged
+  ├── RecordsError (ValueError)              a file of records is missing or damaged
   └── NormInputError (ValueError)            an input that cannot be normalised over its batch
 
 The text of each says what was expected, what was found (names, ranks, shapes) and what to do.

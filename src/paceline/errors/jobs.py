@@ -6,7 +6,7 @@ from paceline.errors.base import PacelineError
 
 
 class RecordsError(PacelineError, ValueError):
-    """A rank's file of records (``rank0.events``) is none, is damaged or of another version."""
+    """A rank's file of records (``rank0.events``) is missing, damaged, or of another version."""
 
 
 class MembershipError(PacelineError, RuntimeError):

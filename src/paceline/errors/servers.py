@@ -1,4 +1,4 @@
-"""Parameter servers: lost, refused, damaged; ids and bags that are none."""
+"""Parameter servers: lost, refused, damaged; ids and bags that make no sense."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class CollectiveInputError(ConfigurationError, RuntimeError):
 
 
 class TableShapeError(ConfigurationError, AssertionError):
-    """The rows of an embedding table are no matrix, or its padding_idx is none of them."""
+    """The rows of an embedding table are not a matrix, or padding_idx is not one of them."""
 
 
 class PlacementError(ConfigurationError, RuntimeError):

@@ -11,7 +11,7 @@ import torch
 
 
 class CountingGroup:
-    """So many ranks, of which this is the first.
+    """A group of a given number of ranks, of which this is the first.
 
     Attributes:
         sent_bytes: What this rank would have sent so far.

@@ -6,7 +6,7 @@ torch's buckets and ours have the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -70,7 +70,7 @@ def check_gradients(hook: str, bucket: HookBucket, *, allow_complex: bool = True
     elif not (buffer.is_floating_point() or (allow_complex and buffer.is_complex())):
         kind = str(buffer.dtype).removeprefix("torch.")
     if kind is not None:
-        shapes = ", ".join(str(tuple(p.shape)) for p in _first(bucket.parameters()))
+        shapes = ", ".join(str(tuple(p.shape)) for p in bucket.parameters()[:3])
         raise HookInputError(
             f"{hook} works on dense floating-point gradients, but bucket {bucket.index()} is "
             f"{kind} (parameters of shape {shapes}). Use allreduce_hook for this model, or keep "
@@ -174,7 +174,3 @@ def start_all_gather(
 def _future(work: Any) -> torch.futures.Future[Any]:
     future: torch.futures.Future[Any] = work.get_future()
     return future
-
-
-def _first(items: Sequence[torch.Tensor], count: int = 3) -> Sequence[torch.Tensor]:
-    return items[:count]

@@ -37,7 +37,7 @@ def multiply(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
         out.baddbmm_(_column(p, column), _column(q, column).transpose(1, 2))
 
 
-def orthogonalize(matrices: torch.Tensor, epsilon: float = 0.0) -> None:
+def orthogonalize(matrices: torch.Tensor, epsilon: float) -> None:
     """Make the columns of each matrix orthonormal, in place.
 
     By Gram-Schmidt for up to two columns and for 16-bit numbers, else by QR. A column of zeros

@@ -88,7 +88,7 @@ class PowerSGDState(HookState):
             raise ConfigurationError(
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is "
                 f"enabled, but it is {start_powerSGD_iter!r}. Early gradients compress badly; if "
-                "you want it all the same, say compresses_first_steps=True."
+                "you want it anyway, say compresses_first_steps=True."
             )
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter

@@ -34,7 +34,7 @@ class ElasticTorchConfig(TorchConfig):
 
     Args:
         minimum: Fewer workers than this do not train; they wait for a replacement.
-        hold_s: After a death, wait so long for the replacement before going on without it.
+        hold_s: How long to wait for a replacement before the others go on without it.
 
     Example::
 

@@ -206,7 +206,7 @@ class RayJob:
         """Say that ranks train."""
         logger.info("%s", MembershipEvent(**event).describe())
 
-    def on_store(self, door: int) -> None:
+    def on_store(self, store_port: int) -> None:
         """Ranks meet in files."""
 
     def listens(self) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 
 from paceline.ddp import DistributedDataParallel
 from paceline.nn import SyncBatchNorm
+from paceline.printable import listed
 from paceline.torch_private.modules import TorchDDP, TorchSyncBatchNorm
 
 # Not DataParallel: only a script that asks for CPU devices gains by ours, and torch's refuses that.
@@ -127,10 +128,9 @@ def _is_indifferent(module_name: str) -> bool:
 
 
 def _warn(names: tuple[str, ...]) -> None:
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     warnings.warn(
         f"patch_torch() came after these were bound to torch's classes, and they stay torch's: "
-        f"{shown}. Call paceline.patch_torch() before you import them, or start the program with "
-        "PACELINE_PATCH=1 in its environment.",
+        f"{listed(names, 8)}. Call paceline.patch_torch() before you import them, or start the "
+        "program with PACELINE_PATCH=1 in its environment.",
         stacklevel=3,
     )

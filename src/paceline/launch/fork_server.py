@@ -53,7 +53,7 @@ class ForkServer:
 
     def __init__(
         self,
-        preload: Sequence[str] = TORCH,
+        preload: Sequence[str],
         *,
         environ: Mapping[str, str] | None = None,
         path: Sequence[str] | None = None,

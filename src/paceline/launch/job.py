@@ -28,12 +28,13 @@ from paceline.launch.kernel import orphans_ended
 from paceline.launch.local_ranks import LocalRank, error_file, rank_streams
 from paceline.launch.memory_events import oom_kills
 from paceline.launch.output import LogFile, RankStream
-from paceline.launch.rendezvous import Endpoint, HostEnded, Hosts, keep_store
+from paceline.launch.rendezvous import Endpoint, HostEnded, JobHosts, keep_store
 from paceline.launch.screen import Screen
 from paceline.launch.signals import HANDLED, signals_heard
 from paceline.launch.target import Target
 from paceline.observe.launched import LaunchedFile
-from paceline.observe.run_folder import RunFolder, write_private
+from paceline.observe.private_file import write_whole
+from paceline.observe.run_folder import RunFolder
 
 AFTER_FAILURE_S = 3.0
 """How long the other ranks may go on after one has failed."""
@@ -57,7 +58,7 @@ class JobPlan:
     """
 
     target: Target
-    hosts: Hosts
+    hosts: JobHosts
     run_id: str
     options: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None
@@ -321,7 +322,7 @@ class Job:
     def _write_failure(self, text: str) -> None:
         self._screen.say("\n" + text)
         try:
-            write_private(self._folder.failure, text)
+            write_whole(self._folder.failure, text)
         except OSError as error:
             self._warn(f"{self._folder.failure} cannot be written: {error.strerror}")
 

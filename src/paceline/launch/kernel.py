@@ -64,7 +64,7 @@ def set_process_name(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 
 
-def open_pidfd(pid: int) -> int | None:
+def pidfd_or_none(pid: int) -> int | None:
     """A descriptor that is readable once ``pid`` has ended; None where there is none."""
     try:
         return os.pidfd_open(pid)

@@ -27,11 +27,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 JOIN_S = 900.0
-"""So long hosts wait for each other, as under torchrun."""
+"""How long hosts wait for each other, as under torchrun."""
 _LOOK_S = 0.5
 _MEET_S = 0.05
 _TELL_S = 10.0
-"""After so long it is said who is waited for, and again each time that this has doubled."""
+"""After this long, and each time that it has doubled, the log says which hosts are missing."""
 _PREFIX = "paceline"
 
 
@@ -44,7 +44,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Hosts:
+class JobHosts:
     """Which hosts there are, as one of them sees it before they have met.
 
     Attributes:
@@ -62,7 +62,7 @@ class Hosts:
     minimum: int = 1
 
 
-def keep_store(pipe: Connection, hosts: Hosts) -> int:
+def keep_store(pipe: Connection, hosts: JobHosts) -> int:
     """Serve or reach the store until the launcher closes its pipe. What the child runs."""
     try:
         store = _serve(hosts.endpoint, hosts.count) if hosts.number == 0 else _reach(hosts, pipe)
@@ -100,7 +100,7 @@ def _family() -> socket.AddressFamily:
     return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
 
-def _reach(hosts: Hosts, pipe: Connection) -> Any:
+def _reach(hosts: JobHosts, pipe: Connection) -> Any:
     import torch.distributed as dist
 
     where = hosts.endpoint
@@ -134,7 +134,7 @@ def _told_of(pipe: Connection, text: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-def _meet(store: Any, hosts: Hosts, pipe: Connection) -> list[int]:
+def _meet(store: Any, hosts: JobHosts, pipe: Connection) -> list[int]:
     """How many ranks each host has."""
     me = f"{_PREFIX}/host/{hosts.number}"
     if store.add(f"{me}/claimed", 1) != 1:
@@ -146,7 +146,7 @@ def _meet(store: Any, hosts: Hosts, pipe: Connection) -> list[int]:
     return [int(world) for world, _ in found]
 
 
-def _gather(store: Any, hosts: Hosts, pipe: Connection) -> list[list[str]]:
+def _gather(store: Any, hosts: JobHosts, pipe: Connection) -> list[list[str]]:
     """What each host has set; says which ones are missing."""
     missing = list(range(hosts.count))
 
@@ -169,7 +169,7 @@ def _gather(store: Any, hosts: Hosts, pipe: Connection) -> list[list[str]]:
     return [store.get(key).decode().split() for key in keys]
 
 
-def _explain(error: Exception, hosts: Hosts) -> str:
+def _explain(error: Exception, hosts: JobHosts) -> str:
     where = f"{hosts.endpoint.host}:{hosts.endpoint.port}"
     if isinstance(error, OSError) and hosts.number == 0:
         reason = os.strerror(error.errno or 0)
@@ -203,7 +203,7 @@ class HostEnded:
     is_consequence: bool = False
 
 
-def _relay(pipe: Connection, store: Any, hosts: Hosts) -> None:
+def _relay(pipe: Connection, store: Any, hosts: JobHosts) -> None:
     """Tell the store how this host ended, then the launcher that it knows; and how others did."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 2)  # torch has 20 lines to say when host 0 ends first

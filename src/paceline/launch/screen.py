@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 TABLE_EVERY_S = 0.5
 LINE_EVERY_S = 10.0
 _HOLD_S = 0.5
-"""So long lines of other ranks wait for the end of a line of rank 0, which comes in pieces."""
+"""How long lines of other ranks wait for the end of a line of rank 0 that comes in pieces."""
 
 
 class _Terminal(io.TextIOBase):

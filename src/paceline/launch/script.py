@@ -84,7 +84,7 @@ def run_rank(pipe: Connection, target: Target, rank: int, environ: Mapping[str, 
 
 
 class _ErrorReporter:
-    """Tells the launcher of the exception that ends this rank; a fork of the rank is none."""
+    """Tells the launcher of the exception that ends this rank; a fork of the rank is not a rank."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

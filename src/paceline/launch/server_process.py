@@ -37,7 +37,7 @@ from paceline.launch.kernel import (
     adopt_orphans,
     descendants,
     die_with_parent,
-    open_pidfd,
+    pidfd_or_none,
 )
 from paceline.launch.wire import (
     CHILD_ENDED,
@@ -131,7 +131,7 @@ class ForkLoop:
 
     def _watch_root(self) -> int | None:
         owner = os.getppid()
-        pidfd = open_pidfd(owner)
+        pidfd = pidfd_or_none(owner)
         if pidfd is not None:
             self._selector.register(pidfd, selectors.EVENT_READ, self._root_has_ended)
             if os.getppid() != owner:

@@ -13,7 +13,7 @@ child's control socket, its pipe, and its stdin, stdout and stderr. From then on
 On the first connection the server says READY, once, when it has imported everything: before that
 it has no child.
 
-Who holds the owner's end of the control socket owns the child. When it closes, in whatever way,
+Who holds the owner's end of the control socket owns the child. When it closes, for whatever reason,
 the server ends the child: see :class:`EndPolicy`.
 """
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from paceline.errors import CollectiveError, PeerLostError
 from paceline.liveness.identity import Identity
 from paceline.liveness.links import SILENCE_S
-from paceline.liveness.roster import Roster
+from paceline.liveness.roster import PeerRoster
 from paceline.observe.stall.last_seen import last_seen
 
 SLICE_S = 0.1
@@ -43,7 +43,7 @@ class LostPeers:
         describe_end: Says, if known, how a rank ended, or the one because of which it did.
     """
 
-    def __init__(self, roster: Roster, rank: int, store_rank: int | None) -> None:
+    def __init__(self, roster: PeerRoster, rank: int, store_rank: int | None) -> None:
         self._roster, self._rank, self._store_rank = roster, rank, store_rank
         self.describe_end: Callable[[int], tuple[int, str] | None] = lambda _rank: None
 

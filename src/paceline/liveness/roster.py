@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from paceline.forks import tell_children
 from paceline.liveness.deaths import Deaths
-from paceline.liveness.identity import Identity, describe_process, open_pidfd
+from paceline.liveness.identity import Identity, describe_process
 from paceline.liveness.links import LinkAddress, LinkListener, is_unreachable, make_links
+from paceline.processes import open_pidfd
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ _LOST = "paceline/lost"
 _FAILED = "paceline/failed/{}"
 
 
-class Roster:
+class PeerRoster:
     """What this rank knows of the others. Keys of ``deaths`` are ranks.
 
     Attributes:
@@ -75,7 +76,8 @@ class Roster:
             is_new = self._known.get(peer.rank) != peer
             self._known[peer.rank] = peer
             if is_new and peer.rank != self._rank and peer.host == self._me.host:
-                self.deaths.watch(peer.rank, open_pidfd(peer), owned=True)
+                pidfd = open_pidfd(peer.pid, peer.started)
+                self.deaths.watch(peer.rank, pidfd, owned=True)
 
     def first_lost(self, timeout_s: float = 0.0) -> Identity | None:
         """Return the rank that died first, if one has; otherwise wait for one to die."""

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.liveness.wait_log import WaitLog
+from paceline.printable import listed
 
 if TYPE_CHECKING:
     from paceline.liveness.watch import Watch
@@ -58,10 +59,6 @@ class WaitGuard:
 
     def _describe(self) -> str:
         """Over a process group nobody knows who is late."""
-        others = list(map(str, self._watch.roster.others()))
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        named = ", ".join(others[:_NAMED]) or "ranks that have not said yet where they run"
-        return (
-            f", over its process group, for one of {named}{more}. "
-            "None of them is known to have died."
-        )
+        others = list(self._watch.roster.others())
+        named = listed(others, _NAMED) or "ranks that have not said yet where they run"
+        return f", over its process group, for one of {named}. None of them is known to have died."

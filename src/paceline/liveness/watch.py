@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from paceline.errors import CollectiveError, PacelineError, PeerFailedError, PeerLostError
 from paceline.liveness.lost_peers import SLICE_S, LostPeers
-from paceline.liveness.roster import Gather, Roster
+from paceline.liveness.roster import Gather, PeerRoster
 from paceline.liveness.wait_guard import GRACE_S, ONE_WAY_GRACE_S, WaitGuard
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Watch:
         self._has_slices = has_slices
         self._attempts = 0
         self._is_attempting = False
-        self.roster = Roster(store, rank, world)
+        self.roster = PeerRoster(store, rank, world)
         self.lost_peers = LostPeers(self.roster, rank, store_rank)
 
     def meet(self, gather: Gather) -> None:

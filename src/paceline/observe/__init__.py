@@ -7,12 +7,12 @@ into a file (docs/observe.md).
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from paceline.observe.records import BucketTimes, StepRecord
 from paceline.observe.stats import BucketStats, DDPStats
 from paceline.observe.step_clock import StepClock
+from paceline.on_use import import_on_use
 
 if TYPE_CHECKING:
     from paceline.observe import metrics
@@ -33,24 +33,16 @@ __all__ = [
 ]
 
 # `import paceline` comes by here, and needs none of these.
-_IMPORTED_ON_USE = {
-    "Handle": "recording",
-    "log": "logged",
-    "note": "recording",
-    "on_step": "recording",
-}
-
-
-def __getattr__(name: str) -> object:
-    value: object
-    if name == "metrics":
-        value = importlib.import_module("paceline.observe.metrics")
-    elif name in _IMPORTED_ON_USE:
-        value = getattr(importlib.import_module(f"{__name__}.{_IMPORTED_ON_USE[name]}"), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+__getattr__ = import_on_use(
+    __name__,
+    {
+        "Handle": "recording",
+        "log": "logged",
+        "metrics": "",
+        "note": "recording",
+        "on_step": "recording",
+    },
+)
 
 
 def __dir__() -> list[str]:

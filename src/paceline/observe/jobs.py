@@ -17,11 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
+from paceline.observe.private_file import write_whole
 from paceline.observe.untrusted import MAKES_NO_SENSE, read_fields
+from paceline.processes import start_ticks
 
 
 @dataclass(frozen=True)
-class Job:
+class ListedJob:
     """A job of this user on this host.
 
     Attributes:
@@ -38,7 +40,7 @@ class Job:
 
     def is_running(self) -> bool:
         """Say whether its launcher is there."""
-        return process_start_time(self.pid) == self.start_time
+        return start_ticks(self.pid) == self.start_time
 
 
 def registry() -> Path:
@@ -73,16 +75,14 @@ def _check_private(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
+def listed_job(folder: Path, command: Sequence[str]) -> Iterator[ListedJob]:
     """Be in the list meanwhile. A list that cannot be written is no reason not to train."""
     pid = os.getpid()
-    job = Job(pid, process_start_time(pid), str(folder.absolute()), tuple(command))
+    job = ListedJob(pid, start_ticks(pid), str(folder.absolute()), tuple(command))
     entry: Path | None = None
     with contextlib.suppress(OSError, ConfigurationError):
         entry = registry() / f"{pid}.json"
-        draft = entry.with_suffix(".new")  # a reader removes what is half written
-        draft.write_text(json.dumps(asdict(job)))
-        draft.replace(entry)
+        write_whole(entry, json.dumps(asdict(job)))
     try:
         yield job
     finally:
@@ -90,7 +90,7 @@ def listed_job(folder: Path, command: Sequence[str]) -> Iterator[Job]:
             entry.unlink(missing_ok=True)
 
 
-def running_jobs() -> list[Job]:
+def running_jobs() -> list[ListedJob]:
     """This user's jobs on this host, the oldest first; what is over is removed.
 
     Raises:
@@ -106,17 +106,9 @@ def running_jobs() -> list[Job]:
     return sorted(found, key=lambda job: job.start_time)
 
 
-def process_start_time(pid: int) -> int:
-    """In ticks since boot; 0 if there is no such process, or no /proc."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _read(path: Path) -> Job | None:
+def _read(path: Path) -> ListedJob | None:
     """None for what is none: half written, or of another version."""
     try:
-        return read_fields(path, Job)
+        return read_fields(path, ListedJob)
     except MAKES_NO_SENSE:
         return None

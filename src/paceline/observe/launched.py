@@ -10,8 +10,9 @@ import contextlib
 import json
 from dataclasses import asdict, dataclass
 
-from paceline.observe.run_folder import RunFolder, write_private
-from paceline.observe.stall.processes import (
+from paceline.observe.private_file import write_whole
+from paceline.observe.run_folder import RunFolder
+from paceline.processes import (
     ProcessState,
     host_name,
     process_space,
@@ -63,7 +64,7 @@ class LaunchedFile:
             for rank, pid in sorted(self._pids.items())
         ]
         with contextlib.suppress(OSError):
-            write_private(self._path, json.dumps(found))
+            write_whole(self._path, json.dumps(found))
 
 
 def read_launched(folder: RunFolder) -> list[LaunchedRank]:

@@ -21,8 +21,9 @@ from paceline.observe.membership import MembershipChange, Standing, read_members
 from paceline.observe.records import Activity, Status
 from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.processes import ProcessState, host_name, process_state
 from paceline.observe.stall.threads import WORDS
+from paceline.printable import size_text
+from paceline.processes import ProcessState, host_name, process_state
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -182,7 +183,7 @@ class LiveTable:
         if losses:
             parts.append(f"loss {sum(losses) / len(losses):.4g}")
         parts.append(f"waiting {max(status.waiting_share for status in known):.0%}")
-        parts.append(f"memory {_bytes(sum(status.rss_bytes for status in known))}")
+        parts.append(f"memory {size_text(sum(status.rss_bytes for status in known))}")
         parts.append(_counted(known))
         if caption := self._caption(statuses):
             parts += caption.splitlines()
@@ -200,7 +201,7 @@ def _cells(status: Status | None, standing: Standing) -> list[str]:
         _short(status.samples_per_s) if status.samples_per_s else "",
         "" if math.isnan(status.loss) else f"{status.loss:.4g}",
         f"{status.waiting_share:.0%}" if status.step > 1 else "",
-        _bytes(status.rss_bytes) if status.rss_bytes else "",
+        size_text(status.rss_bytes) if status.rss_bytes else "",
         _now(status),
     ]
 
@@ -218,7 +219,7 @@ def _for_s(status: Status) -> float:
 
 
 def _place_in_line(status: Status) -> tuple[int, float]:
-    """Who is waited for: who has been busy for long, else who is on a host whose clock differs."""
+    """Sorts ranks: busy for long first, then those of other hosts, whose clocks differ."""
     for_s = _for_s(status)
     return (0 if for_s > _HELD_UP_S else 1 if not status.since_ns else 2), -for_s
 
@@ -276,10 +277,3 @@ def _short(number: float) -> str:
         if number >= limit:
             return f"{number / (1e3 if unit == 'k' else limit):.3g}{unit}"
     return f"{number:.3g}" if number < 100 else f"{number:.0f}"
-
-
-def _bytes(number: int) -> str:
-    for limit, unit, digits in ((1 << 40, "TiB", 1), (1 << 30, "GiB", 1), (1 << 20, "MiB", 0)):
-        if number >= limit:
-            return f"{number / limit:.{digits}f} {unit}"
-    return f"{number >> 10} KiB"

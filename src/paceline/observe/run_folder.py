@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
+from paceline.observe.private_file import write_whole
 from paceline.observe.untrusted import MAKES_NO_SENSE, read_fields
 
 RUN_DIR = "PACELINE_RUN_DIR"
@@ -156,12 +157,10 @@ class RunFolder:
 
     def write_info(self, info: RunInfo) -> None:
         """Write run.json, whole or not at all."""
-        draft, final = self.path / "run.json.new", self.path / "run.json"
+        final = self.path / "run.json"
         try:
-            write_private(draft, json.dumps(asdict(info), indent=1))
-            draft.replace(final)
+            write_whole(final, json.dumps(asdict(info), indent=1))
         except OSError:
-            draft.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 if not final.stat().st_size:  # the claim of the folder
                     final.unlink()
@@ -173,18 +172,6 @@ class RunFolder:
             return read_fields(self.path / "run.json", RunInfo)
         except MAKES_NO_SENSE:
             return None
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that nobody else can read at any moment, whatever the umask.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
-        os.fchmod(descriptor, 0o600)  # it was there, or the umask takes the owner's rights
-        file.write(text)
 
 
 def _is_new(where: Path) -> bool:

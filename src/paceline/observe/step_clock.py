@@ -59,7 +59,7 @@ class Plan(Protocol):
 
 
 class StepObserver(Protocol):
-    """Who is told of a step's moments. Must be quick, and must not raise."""
+    """Is told of the moments of a step. Must be quick, and must not raise."""
 
     def on_forward(self, samples: int, *, is_training: bool) -> None:
         """A forward begins, with so many samples; not inside of a backward."""
@@ -104,7 +104,7 @@ class StepClock:
         """A forward begins that will be synchronised."""
         self.forward_began = time.perf_counter_ns()
 
-    def start_backward(self, buckets: int, *, is_joined: bool = False) -> None:
+    def start_backward(self, buckets: int, *, is_joined: bool) -> None:
         """Forget the previous step's buckets."""
         self.backward_began = time.perf_counter_ns()
         self.backward_ended = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from paceline.on_use import import_on_use
 from paceline.ps.launch.local import LocalServers, local
 from paceline.ps.protocol.optimizers import SGD, Adagrad, Adam, RowwiseAdagrad
 
@@ -34,24 +34,18 @@ __all__ = [
     "local",
 ]
 
-# The trainer's side needs torch and zmq, which `paceline ps --help` does not. No name may be that
-# of a submodule: importing that would put the module in its place.
-_IMPORTED_ON_USE = {
-    "Bags": "client.batch",
-    "Embedding": "modules.embedding",
-    "EmbeddingBag": "modules.embedding",
-    "EmbeddingBagCollection": "modules.collection",
-    "Init": "protocol.table_spec",
-    "Servers": "client.connection",
-    "Start": "protocol.table_spec",
-    "TableConfig": "client.table_config",
-    "connect": "client.connection",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _IMPORTED_ON_USE:
-        raise AttributeError(f"module 'paceline.ps' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"paceline.ps.{_IMPORTED_ON_USE[name]}"), name)
-    globals()[name] = value
-    return value
+# The trainer's side needs torch and zmq, which `paceline ps --help` does not.
+__getattr__ = import_on_use(
+    __name__,
+    {
+        "Bags": "client.batch",
+        "Embedding": "modules.embedding",
+        "EmbeddingBag": "modules.embedding",
+        "EmbeddingBagCollection": "modules.collection",
+        "Init": "protocol.table_spec",
+        "Servers": "client.connection",
+        "Start": "protocol.table_spec",
+        "TableConfig": "client.table_config",
+        "connect": "client.connection",
+    },
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.printable import listed, size_text
 from paceline.report.buckets import BucketSummary, Overlap
 
 # A gain below this share of a step is not worth a change.
@@ -71,7 +72,7 @@ def _one_bucket(now: Situation) -> Advice | None:
     size = now.buckets[0].bytes / MIB
     return Advice(
         "one-bucket",
-        f"All gradients ({_size(now.buckets[0].bytes)}) are in one bucket, so nothing can be "
+        f"All gradients ({size_text(now.buckets[0].bytes)}) are in one bucket, so nothing can be "
         f"reduced before backward ends. Try bucket_cap_mb={_cap(size / 4)}.",
         now.exposed_ms * 0.75,
     )
@@ -85,8 +86,8 @@ def _last_bucket(now: Situation) -> Advice | None:
         return None
     return Advice(
         "last-bucket",
-        f"The last bucket ({_size(last.bytes)}) is complete only when backward ends: nothing hides "
-        f"its {last.exposed_ms:.3g} ms. Make the buckets smaller: bucket_cap_mb="
+        f"The last bucket ({size_text(last.bytes)}) is complete only when backward ends: nothing "
+        f"hides its {last.exposed_ms:.3g} ms. Make the buckets smaller: bucket_cap_mb="
         f"{_cap(max(bucket.bytes for bucket in now.buckets) / MIB / 2)}.",
         last.exposed_ms * 0.5,
     )
@@ -99,8 +100,8 @@ def _first_bucket(now: Situation) -> Advice | None:
         return None
     return Advice(
         "first-bucket",
-        f"The first bucket ({_size(first.bytes)}) is ready only after {first.ready_ms:.3g} ms of "
-        f"{now.overlap.backward_ms:.3g} ms of backward; until then nothing is reduced. Make it "
+        f"The first bucket ({size_text(first.bytes)}) is ready only after {first.ready_ms:.3g} ms "
+        f"of {now.overlap.backward_ms:.3g} ms of backward; until then nothing is reduced. Make it "
         f"smaller: bucket_cap_mb_list=[{_cap(first.bytes / MIB / 8)}, {_cap(first.bytes / MIB)}].",
         min(now.exposed_ms, first.ready_ms) * 0.5,
     )
@@ -113,8 +114,8 @@ def _small_buckets(now: Situation) -> Advice | None:
         return None
     return Advice(
         "small-buckets",
-        f"{len(small)} buckets are smaller than {_size(SMALL_BYTES)}: each costs a round of its "
-        "own. Use a larger bucket_cap_mb.",
+        f"{len(small)} buckets are smaller than {size_text(SMALL_BYTES)}: each costs a round of "
+        "its own. Use a larger bucket_cap_mb.",
         gain,
     )
 
@@ -189,14 +190,5 @@ def _cap(mib: float) -> str:
     return f"{max(mib, 0.01):.1g}"
 
 
-def _size(size_bytes: float) -> str:
-    if size_bytes >= MIB:
-        return f"{size_bytes / MIB:.3g} MiB"
-    return f"{size_bytes / 1024:.3g} KiB"
-
-
 def _names(bucket: BucketSummary) -> str:
-    if not bucket.parameters:
-        return "parameters unknown"
-    more = f" and {len(bucket.parameters) - 2} more" if len(bucket.parameters) > 2 else ""
-    return ", ".join(bucket.parameters[:2]) + more
+    return listed(bucket.parameters, 2) or "parameters unknown"

@@ -21,7 +21,7 @@ from paceline.report.clocks import HostClock, compare_clocks
 from paceline.report.numbers import median, percentile, share
 from paceline.report.phases import NS_PER_S, PHASES, Phase, to_ms
 from paceline.report.run import Run, RunState
-from paceline.report.steps import Step, align, compare_ranks
+from paceline.report.steps import JobStep, align, compare_ranks
 from paceline.report.stragglers import Stall, Straggler, find_stalls, find_stragglers
 
 
@@ -71,7 +71,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Membership:
+class ReportedChange:
     """A change of who takes part in an elastic job. ``at_s`` counts as in :class:`Event`."""
 
     at_s: float
@@ -123,7 +123,7 @@ class Analysis:
     advice: tuple[Advice, ...]
     clocks: tuple[HostClock, ...]
     events: tuple[Event, ...]
-    membership: tuple[Membership, ...]
+    membership: tuple[ReportedChange, ...]
     problems: tuple[str, ...]
 
     @property
@@ -142,7 +142,7 @@ class Measured:
     """An analysis with the steps that it was made of."""
 
     analysis: Analysis
-    steps: tuple[Step, ...]
+    steps: tuple[JobStep, ...]
 
 
 def analyse(run: Run) -> Measured:
@@ -194,7 +194,9 @@ def analyse(run: Run) -> Measured:
     return Measured(analysis, steps)
 
 
-def _with_final_buckets(steps: Sequence[Step], histories: Sequence[RankHistory]) -> Sequence[Step]:
+def _with_final_buckets(
+    steps: Sequence[JobStep], histories: Sequence[RankHistory]
+) -> Sequence[JobStep]:
     """Leave out steps from before buckets were cut anew: they had other buckets."""
     final: dict[int, int] = {}
     for info in (info for history in histories for info in history.info.buckets):
@@ -202,7 +204,7 @@ def _with_final_buckets(steps: Sequence[Step], histories: Sequence[RankHistory])
     return [step for step in steps if step.number >= final.get(step.key[0], 0)] or steps
 
 
-def _step_times(steps: Sequence[Step]) -> StepTimes:
+def _step_times(steps: Sequence[JobStep]) -> StepTimes:
     durations = [step.duration_ns for step in steps]
     if not durations:
         return StepTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0)
@@ -212,7 +214,7 @@ def _step_times(steps: Sequence[Step]) -> StepTimes:
     return StepTimes(mean, p50, p90, p99, to_ms(longest.duration_ns), longest.number)
 
 
-def _rank_times(history: RankHistory, steps: Sequence[Step]) -> RankTimes:
+def _rank_times(history: RankHistory, steps: Sequence[JobStep]) -> RankTimes:
     info = history.info
     mine = [step.ranks[info.rank] for step in steps if info.rank in step.ranks]
     count = max(1, len(mine))
@@ -233,7 +235,7 @@ def _rank_times(history: RankHistory, steps: Sequence[Step]) -> RankTimes:
     )
 
 
-def _suspects(steps: Sequence[Step], histories: Sequence[RankHistory]) -> tuple[Suspect, ...]:
+def _suspects(steps: Sequence[JobStep], histories: Sequence[RankHistory]) -> tuple[Suspect, ...]:
     nobody = Diagnosis(Cause.NONE, "", "")
     return tuple(
         Suspect(each, diagnose(each, steps, histories) if each.lost_ms else nobody)
@@ -241,7 +243,7 @@ def _suspects(steps: Sequence[Step], histories: Sequence[RankHistory]) -> tuple[
     )
 
 
-def _lost_share(steps: Sequence[Step]) -> float:
+def _lost_share(steps: Sequence[JobStep]) -> float:
     lost = sum(each.lost_ns for step in steps for each in step.ranks.values())
     return share(lost, sum(step.duration_ns * len(step.ranks) for step in steps))
 
@@ -275,10 +277,10 @@ def _losses(histories: Sequence[RankHistory]) -> tuple[float, float]:
     return median(given[:few]), median(given[-few:])
 
 
-def _membership(run: Run) -> tuple[Membership, ...]:
+def _membership(run: Run) -> tuple[ReportedChange, ...]:
     start_s = _start_s(run.histories)
     return tuple(
-        Membership(
+        ReportedChange(
             at_s=round(change.at_s - start_s, 3),
             epoch=change.epoch,
             world=change.world,
@@ -326,7 +328,7 @@ def _began_s(run: Run) -> float:
     return min(_wall_s(history, _first_ns(history)) for history in run.histories)
 
 
-def _duration_s(steps: Sequence[Step]) -> float:
+def _duration_s(steps: Sequence[JobStep]) -> float:
     if not steps:
         return 0.0
     first = min(each.before.reduced_ns for each in steps[0].ranks.values())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.observe.records import BucketInfo, BucketTimes
 from paceline.report.numbers import median, share
 from paceline.report.phases import NS_PER_MS, to_ms
-from paceline.report.steps import RankStep, Step
+from paceline.report.steps import JobStep, RankStep
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class BucketReduction:
     """One bucket's communication on one rank: from the last rank's start to the end here."""
 
     times: BucketTimes
@@ -82,7 +82,7 @@ class Reduction:
         return max(0, self.times.ended_ns - self.from_ns)
 
 
-def reductions_of(step: Step, rank: int) -> list[Reduction]:
+def reductions_of(step: JobStep, rank: int) -> list[BucketReduction]:
     """Return the reductions of a step as one rank sees them, in the order in which they end."""
     starts = _last_starts(step)
     done_ns = max(each.arrived_ns for each in step.ranks.values())
@@ -93,11 +93,11 @@ def reductions_of(step: Step, rank: int) -> list[Reduction]:
         from_ns = min(starts[bucket.index], bucket.ended_ns)
         exposed = max(0, bucket.ended_ns - max(from_ns, done_ns))
         done_ns = max(done_ns, bucket.ended_ns)
-        found.append(Reduction(bucket, from_ns, exposed))
+        found.append(BucketReduction(bucket, from_ns, exposed))
     return found
 
 
-def _last_starts(step: Step) -> dict[int, int]:
+def _last_starts(step: JobStep) -> dict[int, int]:
     starts: dict[int, int] = {}
     for each in step.ranks.values():
         for bucket in each.record.buckets:
@@ -106,7 +106,7 @@ def _last_starts(step: Step) -> dict[int, int]:
     return starts
 
 
-def _busy_ns(reductions: Sequence[Reduction]) -> int:
+def _busy_ns(reductions: Sequence[BucketReduction]) -> int:
     """The length of the union of all reductions."""
     total = until = 0
     for each in sorted(reductions, key=lambda reduction: reduction.from_ns):
@@ -119,7 +119,7 @@ class BucketMeter:
     """Collects what a report says of buckets, step by step."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], list[Reduction]] = {}
+        self._rows: dict[tuple[int, int], list[BucketReduction]] = {}
         self._offsets: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._last: dict[tuple[int, int], list[int]] = {}
         self._busy_ns = 0
@@ -127,7 +127,7 @@ class BucketMeter:
         self._backward_ns: list[int] = []
         self._rank_steps: dict[int, int] = {}
 
-    def add(self, step: Step) -> None:
+    def add(self, step: JobStep) -> None:
         """Count one step on all of its ranks."""
         wrapper = step.key[0]
         for rank, each in step.ranks.items():
@@ -142,7 +142,7 @@ class BucketMeter:
         for index, rank in _last_ranks(step).items():
             self._last.setdefault((wrapper, index), []).append(rank)
 
-    def _add_bucket(self, key: tuple[int, int], each: RankStep, reduction: Reduction) -> None:
+    def _add_bucket(self, key: tuple[int, int], each: RankStep, reduction: BucketReduction) -> None:
         times, record = reduction.times, each.record
         began = times.began_ns or times.ready_ns
         self._rows.setdefault(key, []).append(reduction)
@@ -195,7 +195,7 @@ class BucketMeter:
         )
 
 
-def _last_ranks(step: Step) -> dict[int, int]:
+def _last_ranks(step: JobStep) -> dict[int, int]:
     """The rank on which each bucket was ready last; of no interest with one rank."""
     last: dict[int, tuple[int, int]] = {}
     if len(step.ranks) < 2:

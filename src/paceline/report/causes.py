@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paceline.observe.records import RankHistory, StepRecord
 from paceline.report.numbers import median
 from paceline.report.phases import NS_PER_MS, Phase
-from paceline.report.steps import Step
+from paceline.report.steps import JobStep
 from paceline.report.stragglers import Straggler, worst_phase
 
 # What a page from disk costs, at least: an SSD's read.
@@ -63,7 +63,7 @@ class _Excess:
 
 
 def diagnose(
-    straggler: Straggler, steps: Sequence[Step], histories: Sequence[RankHistory]
+    straggler: Straggler, steps: Sequence[JobStep], histories: Sequence[RankHistory]
 ) -> Diagnosis:
     """Say why a rank makes the others wait."""
     excess = _excess(straggler.rank, steps)
@@ -89,7 +89,7 @@ def diagnose(
     )
 
 
-def _excess(rank: int, steps: Sequence[Step]) -> _Excess | None:
+def _excess(rank: int, steps: Sequence[JobStep]) -> _Excess | None:
     late = [step for step in steps if rank in step.ranks and step.ranks[rank].blame_ns > 0]
     late = sorted(late, key=lambda step: -step.ranks[rank].blame_ns)[:WORST_STEPS]
     if not late:
@@ -113,14 +113,14 @@ def _excess(rank: int, steps: Sequence[Step]) -> _Excess | None:
     )
 
 
-def _counting_record(rank: int, step: Step) -> StepRecord:
+def _counting_record(rank: int, step: JobStep) -> StepRecord:
     """The record whose counters hold the delay: an optimizer belongs to the step before."""
     each = step.ranks[rank]
     is_before = worst_phase(each) in (Phase.REDUCTION, Phase.OPTIMIZER)
     return each.before if is_before else each.record
 
 
-def _records_of_others(rank: int, step: Step) -> dict[int, StepRecord]:
+def _records_of_others(rank: int, step: JobStep) -> dict[int, StepRecord]:
     is_before = _counting_record(rank, step) is step.ranks[rank].before
     return {
         other: each.before if is_before else each.record
@@ -130,7 +130,7 @@ def _records_of_others(rank: int, step: Step) -> dict[int, StepRecord]:
 
 
 def _more_than_others(
-    rank: int, late: Sequence[Step], value: Callable[[StepRecord], float]
+    rank: int, late: Sequence[JobStep], value: Callable[[StepRecord], float]
 ) -> float:
     """Compare means over all late steps: a recorder may count several steps' delay in one."""
     own = sum(value(_counting_record(rank, step)) for step in late) / len(late)

@@ -16,7 +16,7 @@ from paceline.report.analysis import Measured
 from paceline.report.buckets import reductions_of
 from paceline.report.numbers import median, percentile
 from paceline.report.phases import NS_PER_MS, Phase
-from paceline.report.steps import Step
+from paceline.report.steps import JobStep
 
 BLOCKS = 30
 RESAMPLES = 2000
@@ -28,7 +28,7 @@ MIN_MS = 0.01
 SHOWN_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-class Verdict(enum.Enum):
+class ChangeVerdict(enum.Enum):
     """What a difference means."""
 
     FASTER = "faster"
@@ -46,7 +46,7 @@ class Change:
     after_ms: float
     low_ms: float
     high_ms: float
-    verdict: Verdict
+    verdict: ChangeVerdict
 
     @property
     def ratio(self) -> float:
@@ -55,7 +55,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs. ``changes[0]`` is the step time."""
 
     before: str
@@ -65,11 +65,11 @@ class Comparison:
     changes: tuple[Change, ...]
 
 
-def compare(before: Measured, after: Measured) -> Comparison:
+def compare(before: Measured, after: Measured) -> RunComparison:
     """Compare a run with an earlier one."""
     old, new = series_of(before.steps), series_of(after.steps)
     names = [*old, *(name for name in new if name not in old)]
-    return Comparison(
+    return RunComparison(
         before=before.analysis.name,
         after=after.analysis.name,
         before_steps=len(before.steps),
@@ -78,7 +78,7 @@ def compare(before: Measured, after: Measured) -> Comparison:
     )
 
 
-def series_of(steps: Sequence[Step]) -> dict[str, list[float]]:
+def series_of(steps: Sequence[JobStep]) -> dict[str, list[float]]:
     """Return every compared quantity, step by step, in ms; the mean over ranks."""
     found: dict[str, list[float]] = {"step": [step.duration_ns / NS_PER_MS for step in steps]}
     for phase in SHOWN_PHASES:
@@ -132,23 +132,23 @@ def _interval(before: Sequence[float], after: Sequence[float]) -> tuple[float, f
 
 def _verdict(
     before: Sequence[float], after: Sequence[float], low: float, high: float, old: float
-) -> Verdict:
+) -> ChangeVerdict:
     if min(len(_blocks(before)), len(_blocks(after))) < MIN_BLOCKS:
-        return Verdict.UNSURE
+        return ChangeVerdict.UNSURE
     least = max(MIN_MS, MIN_RATIO * old)
     if low > 0 and high > least:
-        return Verdict.SLOWER
+        return ChangeVerdict.SLOWER
     if high < 0 and low < -least:
-        return Verdict.FASTER
-    return Verdict.SAME
+        return ChangeVerdict.FASTER
+    return ChangeVerdict.SAME
 
 
-def headline(comparison: Comparison) -> str:
+def headline(comparison: RunComparison) -> str:
     """Say in one sentence what changed."""
     step = comparison.changes[0]
-    if step.verdict is Verdict.UNSURE:
+    if step.verdict is ChangeVerdict.UNSURE:
         return "Too few steps to tell the runs apart."
-    if step.verdict is Verdict.SAME:
+    if step.verdict is ChangeVerdict.SAME:
         return "Steps take as long as before: the difference is within the noise."
     parts = [each for each in comparison.changes[1:8] if each.verdict is step.verdict]
     most = max(parts, key=lambda each: abs(each.after_ms - each.before_ms), default=None)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paceline.observe.records import StepRecord
-from paceline.report.steps import RankStep, Step
+from paceline.report.steps import JobStep, RankStep
 
 STAMPS = (
     "forward_began_ns",
@@ -40,7 +40,7 @@ NOT_SEEN = -1
 LARGEST = 2**31 - 1
 
 
-def newest_that_fit(steps: Sequence[Step], buckets: int) -> Sequence[Step]:
+def newest_that_fit(steps: Sequence[JobStep], buckets: int) -> Sequence[JobStep]:
     """Return as many of the newest steps as a page can hold."""
     columns = 5 + len(STAMPS) + 3 * buckets
     values = 0
@@ -51,7 +51,7 @@ def newest_that_fit(steps: Sequence[Step], buckets: int) -> Sequence[Step]:
     return steps
 
 
-def embed(steps: Sequence[Step]) -> dict[str, Any]:
+def embed(steps: Sequence[JobStep]) -> dict[str, Any]:
     """Return what assets/data.js takes apart."""
     buckets = max((_bucket_count(step) for step in steps), default=0)
     steps = newest_that_fit(steps, buckets)
@@ -76,20 +76,20 @@ def embed(steps: Sequence[Step]) -> dict[str, Any]:
     }
 
 
-def _bucket_count(step: Step) -> int:
+def _bucket_count(step: JobStep) -> int:
     return max(
         (bucket.index + 1 for each in step.ranks.values() for bucket in each.record.buckets),
         default=0,
     )
 
 
-def _pack(rank: int, steps: Sequence[Step], origin_ns: int, buckets: int) -> str:
+def _pack(rank: int, steps: Sequence[JobStep], origin_ns: int, buckets: int) -> str:
     mine = [step.ranks[rank] for step in steps]
     begins = [each.record.began_ns for each in mine]
     gaps = [begin - before for before, begin in zip([origin_ns, *begins], begins, strict=False)]
     columns: list[Iterable[int]] = [
-        [step.number for step in steps],
-        [step.key[0] for step in steps],
+        [_limit(step.number) for step in steps],
+        [_limit(step.key[0]) for step in steps],
         [_limit(gap // 1000) for gap in gaps],
         *([_since(each.record, getattr(each.record, name)) for each in mine] for name in STAMPS),
         [_limit(each.lost_ns // 1000) for each in mine],
@@ -123,10 +123,11 @@ def _limit(value: int) -> int:
     return max(-LARGEST, min(LARGEST, value))
 
 
-def _loss(step: Step) -> float | None:
+def _loss(step: JobStep) -> float | None:
     """The mean of the ranks that gave one, to 6 digits."""
     given = [each.record.loss for each in step.ranks.values() if math.isfinite(each.record.loss)]
-    return float(f"{sum(given) / len(given):.6g}") if given else None
+    mean = sum(given) / len(given) if given else math.nan
+    return float(f"{mean:.6g}") if math.isfinite(mean) else None
 
 
 def to_script_json(value: Any) -> str:

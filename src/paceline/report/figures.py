@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.report.analysis import Analysis, Membership, RankTimes
+from paceline.report.analysis import Analysis, RankTimes, ReportedChange
 from paceline.report.buckets import BucketSummary
 from paceline.report.phases import Phase, to_ms
-from paceline.report.steps import Step
+from paceline.report.steps import JobStep
 
 HEAT_CELLS = 96
 # Phases in the order in which a bar shows them, after the words of the style sheet.
@@ -64,7 +64,7 @@ class Cell:
     last: int
 
 
-def heat_rows(steps: Sequence[Step], ranks: Sequence[int]) -> dict[int, list[Cell]]:
+def heat_rows(steps: Sequence[JobStep], ranks: Sequence[int]) -> dict[int, list[Cell]]:
     """The blame of each rank over time; levels 0 to 9 by its share of the steps."""
     size = max(1, -(-len(steps) // HEAT_CELLS))
     groups = [steps[at : at + size] for at in range(0, len(steps), size)]
@@ -74,7 +74,7 @@ def heat_rows(steps: Sequence[Step], ranks: Sequence[int]) -> dict[int, list[Cel
     }
 
 
-def _cell(rank: int, group: Sequence[Step], at: int, cells: int) -> Cell:
+def _cell(rank: int, group: Sequence[JobStep], at: int, cells: int) -> Cell:
     mine = [step for step in group if rank in step.ranks]
     lost = sum(step.ranks[rank].blame_ns for step in mine)
     others = sum(len(step.ranks) - 1 for step in mine)
@@ -92,9 +92,9 @@ def _cell(rank: int, group: Sequence[Step], at: int, cells: int) -> Cell:
 
 @dataclass(frozen=True)
 class Span:
-    """So many ranks took part, from one change of membership to the next; all in percent."""
+    """How many ranks took part from one change of membership to the next; all in percent."""
 
-    change: Membership
+    change: ReportedChange
     at: float
     width: float
     height: float

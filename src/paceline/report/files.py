@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from paceline.errors import ConfigurationError
+from paceline.observe.private_file import whole_file
 
 
-def write_whole(path: Path, fill: Callable[[IO[str]], object]) -> None:
-    """Write a file, private to this user, whole or not at all.
+@contextlib.contextmanager
+def report_file(path: Path) -> Iterator[IO[str]]:
+    """A file to write, private to this user, which appears whole or not at all.
 
     Raises:
         ConfigurationError: It cannot be written.
     """
     try:
-        descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with whole_file(path) as file:
+            yield file
     except OSError as error:
         raise cannot_write(path, error) from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            fill(file)
-        os.replace(draft, path)
-    except BaseException as error:
-        Path(draft).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise cannot_write(path, error) from error
-        raise
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigurationError:

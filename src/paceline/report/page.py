@@ -19,9 +19,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from paceline.printable import size_text
 from paceline.report import figures, wording
 from paceline.report.analysis import Analysis, Measured, Suspect
-from paceline.report.compare import Change, Comparison
+from paceline.report.compare import Change, RunComparison
 from paceline.report.compare import headline as compare_headline
 from paceline.report.embed import embed, to_script_json
 from paceline.report.stragglers import Pattern
@@ -61,7 +62,7 @@ def render_report(measured: Measured) -> str:
     )
 
 
-def render_comparison(comparison: Comparison) -> str:
+def render_comparison(comparison: RunComparison) -> str:
     """Return the page that compares two runs."""
     edges = [max(abs(each.low_ms), abs(each.high_ms)) for each in comparison.changes]
     widest = max([*edges, 0.001])
@@ -137,7 +138,7 @@ def environment() -> jinja2.Environment:
     found.filters |= {
         "ms": wording.duration,
         "percent": wording.percent,
-        "bytes": wording.size,
+        "bytes": size_text,
         "short": short,
         "sentence": sentence,
         "how_often": how_often,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import os
-import socket
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -19,10 +18,10 @@ from paceline.observe.membership import MembershipChange, read_membership
 from paceline.observe.records import Activity, RankHistory
 from paceline.observe.ring import read_history
 from paceline.observe.run_folder import RunFolder, RunInfo
-from paceline.observe.untrusted import MAX_PID
+from paceline.processes import ProcessState, host_name, process_state
 from paceline.report.elastic import current_members, join_former, lost_records
 
-# A rank of another host that has not written for so long is no longer there.
+# A rank of another host that has not written for this long is gone.
 SILENT_S = 60.0
 MAX_FAILURE_CHARACTERS = 20_000
 MAX_NAMED = 50
@@ -169,15 +168,7 @@ def _state(histories: list[RankHistory], failure: str) -> RunState:
 def _is_alive(history: RankHistory) -> bool:
     if history.status.activity is Activity.ENDED:
         return False
-    if history.info.host != socket.gethostname():
+    if history.info.host != host_name():
         beat_s = (history.status.beat_ns + history.info.wall_minus_monotonic_ns) / 1e9
         return time.time() - beat_s < SILENT_S
-    if not 0 < history.info.pid <= MAX_PID:
-        return False  # no process: to signal it would ask all of a group
-    try:
-        os.kill(history.info.pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return process_state(history.info.pid) is not ProcessState.DEAD

@@ -55,7 +55,7 @@ class RankStep:
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """One synchronised step, as far as several ranks have recorded it."""
 
     key: Key
@@ -97,7 +97,7 @@ def align(
     return found
 
 
-def compare_ranks(timelines: Mapping[int, Timeline]) -> tuple[Step, ...]:
+def compare_ranks(timelines: Mapping[int, Timeline]) -> tuple[JobStep, ...]:
     """Put the ranks side by side, step by step. A rank's first record has nothing before it."""
     members: dict[Key, list[_Member]] = {}
     for rank, timeline in timelines.items():
@@ -142,7 +142,7 @@ class _Work:
         return self.shared_ns + sum(self.own[rank][phase] for phase in until)
 
 
-def _step(key: Key, work: _Work, awaited: frozenset[int]) -> Step:
+def _step(key: Key, work: _Work, awaited: frozenset[int]) -> JobStep:
     """Find out who waited for whom: in the forward, if ranks wait there, and for the reduction."""
     arrived = work.arrived
     last_ns = max(arrived.values())
@@ -173,7 +173,7 @@ def _step(key: Key, work: _Work, awaited: frozenset[int]) -> Step:
                 blame[rank], work.own[rank], [work.own[each] for each in others]
             ),
         )
-    return Step(key, ranks)
+    return JobStep(key, ranks)
 
 
 def _late_ns(rank: int, at: Mapping[int, int]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.report.numbers import median, share
 from paceline.report.phases import NS_PER_MS, PHASES, Phase, to_ms
-from paceline.report.steps import RankStep, Step
+from paceline.report.steps import JobStep, RankStep
 
 LISTED_STALLS = 20
 MIN_STALL_NS = 10 * NS_PER_MS
@@ -82,7 +82,7 @@ class Straggler:
     is_significant: bool
 
 
-def find_stragglers(steps: Sequence[Step]) -> tuple[Straggler, ...]:
+def find_stragglers(steps: Sequence[JobStep]) -> tuple[Straggler, ...]:
     """Return one entry for every rank, the most expensive first."""
     ranks = sorted({rank for step in steps for rank in step.ranks})
     total = sum(each.blame_ns for step in steps for each in step.ranks.values())
@@ -90,7 +90,7 @@ def find_stragglers(steps: Sequence[Step]) -> tuple[Straggler, ...]:
     return tuple(sorted(found, key=lambda each: (-each.lost_ms, each.rank)))
 
 
-def _straggler(rank: int, steps: Sequence[Step], total_ns: float) -> Straggler:
+def _straggler(rank: int, steps: Sequence[JobStep], total_ns: float) -> Straggler:
     mine = [step for step in steps if rank in step.ranks and len(step.ranks) > 1]
     blames = [step.ranks[rank].blame_ns for step in mine]
     lost = sum(blames)
@@ -120,7 +120,7 @@ def _straggler(rank: int, steps: Sequence[Step], total_ns: float) -> Straggler:
     )
 
 
-def _is_last(rank: int, step: Step) -> bool:
+def _is_last(rank: int, step: JobStep) -> bool:
     return step.ranks[rank].arrived_ns == max(each.arrived_ns for each in step.ranks.values())
 
 
@@ -154,7 +154,7 @@ def _steps_of_half(blames: Sequence[float]) -> list[int]:
     return costly
 
 
-def _range(steps: Sequence[Step], blames: Sequence[float]) -> tuple[int, int]:
+def _range(steps: Sequence[JobStep], blames: Sequence[float]) -> tuple[int, int]:
     """The steps between which nearly all (98 %) of the loss lies."""
     total, found = sum(blames), 0.0
     first = last = 0
@@ -167,7 +167,7 @@ def _range(steps: Sequence[Step], blames: Sequence[float]) -> tuple[int, int]:
     return first, last
 
 
-def find_stalls(steps: Sequence[Step]) -> tuple[Stall, ...]:
+def find_stalls(steps: Sequence[JobStep]) -> tuple[Stall, ...]:
     """Return the longest waits for a single rank, longest first."""
     usual = median([step.duration_ns for step in steps])
     threshold = max(usual, MIN_STALL_NS)

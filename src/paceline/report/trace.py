@@ -15,13 +15,13 @@ from paceline.observe.records import StepRecord
 from paceline.report.analysis import Analysis
 from paceline.report.buckets import reductions_of
 from paceline.report.phases import to_ms
-from paceline.report.steps import RankStep, Step
+from paceline.report.steps import JobStep, RankStep
 
 Event = dict[str, Any]
 STEP_TRACK = 0
 
 
-def write_trace(file: IO[str], analysis: Analysis, steps: Sequence[Step]) -> None:
+def write_trace(file: IO[str], analysis: Analysis, steps: Sequence[JobStep]) -> None:
     """Write the trace, event by event: it can be long."""
     file.write('{"displayTimeUnit":"ms","otherData":')
     json.dump({"run": analysis.name, "made by": "paceline report"}, file)
@@ -32,7 +32,7 @@ def write_trace(file: IO[str], analysis: Analysis, steps: Sequence[Step]) -> Non
     file.write("\n]}\n")
 
 
-def _events(analysis: Analysis, steps: Sequence[Step]) -> Iterator[Event]:
+def _events(analysis: Analysis, steps: Sequence[JobStep]) -> Iterator[Event]:
     origin = min(
         (each.record.began_ns for step in steps for each in step.ranks.values()), default=0
     )
@@ -48,7 +48,7 @@ def _events(analysis: Analysis, steps: Sequence[Step]) -> Iterator[Event]:
             yield arrow
 
 
-def _changes(analysis: Analysis, steps: Sequence[Step], origin: int) -> Iterator[Event]:
+def _changes(analysis: Analysis, steps: Sequence[JobStep], origin: int) -> Iterator[Event]:
     """Where ranks of an elastic job left or joined: at the first step after it."""
     for change in analysis.membership:
         after = next((step for step in steps if step.number > change.step), None)
@@ -122,7 +122,7 @@ def _loss(rank: int, record: StepRecord, origin: int) -> Iterator[Event]:
         yield {"ph": "C", "name": "loss", "pid": rank, "ts": at, "args": {"loss": record.loss}}
 
 
-def _buckets(step: Step, rank: int, origin: int) -> Iterator[Event]:
+def _buckets(step: JobStep, rank: int, origin: int) -> Iterator[Event]:
     wrapper, number = step.key
     for reduction in reductions_of(step, rank):
         times = reduction.times
@@ -139,7 +139,7 @@ def _buckets(step: Step, rank: int, origin: int) -> Iterator[Event]:
         yield _slice("reducing", rank, track, *span, **facts)
 
 
-def _arrows(step: Step, origin: int, used: int) -> Iterator[Event]:
+def _arrows(step: JobStep, origin: int, used: int) -> Iterator[Event]:
     """From the rank that started a reduction last to all others."""
     starts: dict[int, list[tuple[int, int, int]]] = {}
     for rank, each in step.ranks.items():

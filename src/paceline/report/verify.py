@@ -12,12 +12,13 @@ from typing import Any
 
 from paceline.errors import RecordsError
 from paceline.observe.checksum_file import RoundChecksums, read_run
+from paceline.printable import listed
 
 MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerifyResult:
     """What a comparison has found.
 
     Attributes:
@@ -35,7 +36,7 @@ class Verdict:
     names: tuple[str, ...] = ()
 
 
-def compare_runs(left: Path, right: Path) -> Verdict:
+def compare_runs(left: Path, right: Path) -> VerifyResult:
     """Compare two run folders, step by step.
 
     Raises:
@@ -47,9 +48,9 @@ def compare_runs(left: Path, right: Path) -> Verdict:
 def compare_rounds(
     left: Mapping[int, RoundChecksums],
     right: Mapping[int, RoundChecksums],
-    left_name: str = "A",
-    right_name: str = "B",
-) -> Verdict:
+    left_name: str,
+    right_name: str,
+) -> VerifyResult:
     """The same for what was read."""
     common = sorted(set(left) & set(right))
     if not common:
@@ -65,17 +66,18 @@ def compare_rounds(
     only = sorted(set(left) ^ set(right))
     if only:
         text += f"; {len(only)} steps are recorded in one of the two only"
-    return Verdict(True, text)
+    return VerifyResult(True, text)
 
 
-def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | None:
+def _compare_round(left: RoundChecksums, right: RoundChecksums) -> VerifyResult | None:
     names = tuple(_different(left.tensors, right.tensors))
     number = left.round
     if names:
         # What a round begins with is what the one before has made.
         before = f"step {number - 1}, or its update," if number else "the start"
-        text = f"{_listed(names)} differ at the start of step {number}: {before} made them so"
-        return Verdict(False, text, number, None, names)
+        named = listed(names, MAX_NAMES)
+        text = f"{named} differ at the start of step {number}: {before} made them so"
+        return VerifyResult(False, text, number, None, names)
     for shard in sorted(set(left.shards) & set(right.shards)):
         mine, theirs = left.shards[shard], right.shards[shard]
         if mine != theirs:
@@ -84,11 +86,11 @@ def _compare_round(left: RoundChecksums, right: RoundChecksums) -> Verdict | Non
                 f"step {number}, shard {shard}: {what} differs; parameters and buffers are equal "
                 "up to there"
             )
-            return Verdict(False, text, number, shard)
+            return VerifyResult(False, text, number, shard)
     return None
 
 
-def compare_checkpoints(left: Path, right: Path) -> Verdict:
+def compare_checkpoints(left: Path, right: Path) -> VerifyResult:
     """Compare two files that ``torch.save`` has written, tensor by tensor, bit for bit.
 
     Raises:
@@ -97,9 +99,9 @@ def compare_checkpoints(left: Path, right: Path) -> Verdict:
     mine, theirs = _load(left), _load(right)
     names = [name for name in {**mine, **theirs} if not _is_same(mine.get(name), theirs.get(name))]
     if not names:
-        return Verdict(True, f"equal: {len(mine)} values")
-    text = f"{_listed(tuple(names))} differ, of {len(mine)}"
-    return Verdict(False, text, names=tuple(names))
+        return VerifyResult(True, f"equal: {len(mine)} values")
+    text = f"{listed(names, MAX_NAMES)} differ, of {len(mine)}"
+    return VerifyResult(False, text, names=tuple(names))
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -147,11 +149,6 @@ def _different(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[st
         for name in {**left, **right}:
             if left.get(name) != right.get(name):
                 yield name
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _span(rounds: Any) -> str:

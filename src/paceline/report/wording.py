@@ -183,12 +183,3 @@ def duration(ms: float) -> str:
     if ms >= 0.9995:
         return f"{ms:.3g} ms" if ms < 999.5 else "1 s"
     return f"{ms * 1000:.0f} µs"
-
-
-def size(size_bytes: float) -> str:
-    """Bytes, for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1000 or unit == "GiB":
-            break
-        size_bytes /= 1024
-    return f"{size_bytes:.3g} {unit}"

@@ -54,8 +54,8 @@ def add_scaled(
     left: Sequence[torch.Tensor | None],
     right: Sequence[torch.Tensor | None],
     *,
-    before: float = 1.0,
-    after: float = 1.0,
+    before: float,
+    after: float,
 ) -> None:
     """Let ``left`` hold (left + right * before) * after; each operation is rounded for itself."""
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []

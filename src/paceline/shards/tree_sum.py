@@ -20,6 +20,7 @@ from time import perf_counter_ns
 import torch
 
 from paceline.shards.tree import Shares
+from paceline.transport.late import LateReduction
 from paceline.transport.sparse import add_sparse, gather_sparse
 from paceline.types import Reduction, Transport
 
@@ -66,9 +67,9 @@ def start_tree_sum(
         mean: What to multiply below the root; those who own children of it have done so already.
     """
     if not shares.owns_halves:
-        return TreeSum(transport, shares, parts, target, mean)
+        return LateReduction(TreeSum(transport, shares, parts, target, mean).add_up)
     if shares.is_pair and not is_added_alike(target):
-        return TreeSum(transport, shares, parts, target)
+        return LateReduction(TreeSum(transport, shares, parts, target).add_up)
     only = parts()[0]
     if only is not target:
         target.copy_(only)
@@ -108,7 +109,7 @@ class Done:
 
 
 class TreeSum:
-    """A sum that is done inside of :meth:`wait`, by whoever waits.
+    """A sum over all ranks.
 
     A bucket goes in pieces, so that no further set of gradients builds up; while one piece is added
     up, the next one travels.
@@ -124,17 +125,13 @@ class TreeSum:
     ) -> None:
         self._transport = transport
         self._shares = shares
-        self._parts: Parts | None = parts
+        self._parts = parts
         self._target = target
         self._mean = None if mean is None or mean.factor == 1.0 else mean
-        self._callback: Callable[[int], None] | None = None
 
-    def wait(self) -> None:
-        """Add up, piece by piece."""
-        make, self._parts = self._parts, None
-        if make is None:
-            return
-        parts, numel = make(), self._target.numel()
+    def add_up(self) -> None:
+        """Make the parts and add them up, piece by piece. Blocks."""
+        parts, numel = self._parts(), self._target.numel()
         size = max(1, PIECE_BYTES // self._target.itemsize)
         pieces = [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]
         under_way = self._send(parts, pieces[0], 0)
@@ -143,8 +140,6 @@ class TreeSum:
             if number + 1 < len(pieces):
                 under_way = self._send(parts, pieces[number + 1], (number + 1) % 2)
             self._add_up(present, piece)
-        if self._callback is not None:
-            self._callback(perf_counter_ns())
 
     def _cut(self, piece: tuple[int, int]) -> list[slice]:
         """One slice for each rank."""
@@ -185,16 +180,14 @@ class TreeSum:
         outputs = [self._target[each] for each in slices]
         self._transport.start_all_to_all(outputs, [mine] * self._shares.world).wait()
 
-    def is_done(self) -> bool:
-        """Not before somebody has waited."""
-        return self._parts is None
 
-    def on_done(self, callback: Callable[[int], None]) -> None:
-        """Tell inside of :meth:`wait`."""
-        self._callback = callback
-
-
-class SparseTreeSum:
+def add_up_sparse(
+    transport: Transport,
+    shares: Shares,
+    parts: list[torch.Tensor],
+    take: Callable[[torch.Tensor], None],
+    factor: float,
+) -> None:
     """The same for sparse gradients: all ranks get all rows, and add them up alike.
 
     Args:
@@ -204,45 +197,6 @@ class SparseTreeSum:
         take: Is given the sum.
         factor: The children of the root are multiplied with it.
     """
-
-    def __init__(
-        self,
-        transport: Transport,
-        shares: Shares,
-        parts: list[torch.Tensor],
-        take: Callable[[torch.Tensor], None],
-        factor: float,
-    ) -> None:
-        self._add_up = functools.partial(_add_up_sparse, transport, shares, parts, take, factor)
-        self._is_done = False
-        self._callback: Callable[[int], None] | None = None
-
-    def wait(self) -> None:
-        """Gather and add up."""
-        if self._is_done:
-            return
-        self._is_done = True
-        self._add_up()
-        del self._add_up
-        if self._callback is not None:
-            self._callback(perf_counter_ns())
-
-    def is_done(self) -> bool:
-        """Not before somebody has waited."""
-        return self._is_done
-
-    def on_done(self, callback: Callable[[int], None]) -> None:
-        """Tell inside of :meth:`wait`."""
-        self._callback = callback
-
-
-def _add_up_sparse(
-    transport: Transport,
-    shares: Shares,
-    parts: list[torch.Tensor],
-    take: Callable[[torch.Tensor], None],
-    factor: float,
-) -> None:
     everything = [parts]
     if shares.world > 1:
         counts = [len(nodes) for nodes in shares.parts]

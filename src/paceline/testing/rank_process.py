@@ -4,9 +4,9 @@ Started by :mod:`paceline.testing.ranks` in a child of the fork server, which ha
 module (and with it torch) already. Knows nothing about the other ranks or the deadline.
 
 The conversation over the pipe is short. The rank sends one message, :class:`Returned` or
-:class:`Raised`. After `Raised` it exits at once, so that its peers see a closed connection instead
-of waiting. After `Returned` it waits until the caller closes the pipe, which means that every rank
-has returned: a group that is torn down earlier can fail a peer's last collective.
+:class:`FunctionRaised`. After the latter it exits at once: its peers see a closed connection
+instead of waiting. After `Returned` it waits until the caller closes the pipe, which means that
+every rank has returned: a group that is torn down earlier can fail a peer's last collective.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Raised:
+class FunctionRaised:
     """`fn`, or the set-up before it, raised."""
 
     summary: str
@@ -98,14 +98,14 @@ def rank_main(pipe: Connection, spec: RankSpec) -> None:
         report = _run(spec)
         flush()
         _send(pipe, report)
-        if isinstance(report, Raised):
+        if isinstance(report, FunctionRaised):
             os._exit(1)
         with contextlib.suppress(EOFError, OSError):
             pipe.recv_bytes()
         leave(_shut_down(notes))
 
 
-def _run(spec: RankSpec) -> Returned | Raised:
+def _run(spec: RankSpec) -> Returned | FunctionRaised:
     try:
         _adopt_surroundings(spec)
         fn, args = unpack_call(spec.work.read_bytes())
@@ -117,7 +117,9 @@ def _run(spec: RankSpec) -> Returned | Raised:
         note_exception(error)
         summary = "".join(traceback.format_exception_only(error)).strip()
         below_us = error.__traceback__ and error.__traceback__.tb_next
-        return Raised(summary, "".join(traceback.format_exception(type(error), error, below_us)))
+        return FunctionRaised(
+            summary, "".join(traceback.format_exception(type(error), error, below_us))
+        )
 
 
 def _adopt_surroundings(spec: RankSpec) -> None:
@@ -166,7 +168,7 @@ def _init_group(spec: RankSpec, backend: str) -> None:
     store.wait([f"connected/{rank}" for rank in range(spec.world)])
 
 
-def _send(pipe: Connection, report: Returned | Raised) -> None:
+def _send(pipe: Connection, report: Returned | FunctionRaised) -> None:
     # Nobody to tell is no error: then the caller is gone, and so are we in a moment.
     with contextlib.suppress(OSError):
         pipe.send_bytes(pack(report, "a report"))

@@ -16,7 +16,7 @@ from paceline.launch.exits import exit_summary
 from paceline.launch.stacks import StackFile, collect_stacks
 from paceline.testing.failures import Outcome, RankFailure, RanksFailedError
 from paceline.testing.payload import unpack
-from paceline.testing.rank_process import Raised, Returned
+from paceline.testing.rank_process import FunctionRaised, Returned
 
 _EXIT_WAIT_S = 10.0  # for a rank that has returned to be gone
 # In a stack, most recent call first: from the frame that calls fn to the end of the thread.
@@ -30,7 +30,7 @@ class RankHandle:
         self.rank = rank
         self.child = child
         self.notes = notes
-        self.report: Returned | Raised | None = None
+        self.report: Returned | FunctionRaised | None = None
 
     def wait_started(self) -> None:
         """Wait until the process is there.
@@ -125,7 +125,7 @@ class _Watch:
         handle.wait_report()
         if isinstance(handle.report, Returned):
             return
-        if isinstance(handle.report, Raised):
+        if isinstance(handle.report, FunctionRaised):
             summary = f"raised {handle.report.summary}"
             self._note(handle, Outcome.RAISED, summary, handle.report.traceback)
         else:

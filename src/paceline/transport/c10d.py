@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paceline.liveness import Watch, watch_of
 from paceline.transport.messages import GroupMessages
-from paceline.transport.sparse import SparseSum
+from paceline.transport.sparse import as_bytes, start_sparse_sum
 from paceline.types import Messages, Reduction
 
 
@@ -54,7 +54,7 @@ class C10dExchange:
         outputs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
     ) -> None:
-        sent = torch.cat([_bytes(each) for each in inputs])
+        sent = torch.cat([as_bytes(each) for each in inputs])
         sizes = [each.nbytes for each in outputs]
         received = sent.new_empty(sum(sizes))
         work = watch.start(
@@ -79,10 +79,6 @@ class C10dExchange:
     def on_done(self, callback: Callable[[int], None]) -> None:
         """Run ``callback`` when all has arrived."""
         self._reduction.on_done(callback)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 class C10dTransport:
@@ -121,6 +117,6 @@ class C10dTransport:
         """As bytes, in one message for each pair of ranks."""
         return C10dExchange(self._group, self._watch, outputs, inputs)
 
-    def start_sparse(self, gradient: torch.Tensor) -> SparseSum:
+    def start_sparse(self, gradient: torch.Tensor) -> Reduction:
         """Gather the rows of all ranks, and add them up."""
-        return SparseSum(self.messages, gradient)
+        return start_sparse_sum(self.messages, gradient)

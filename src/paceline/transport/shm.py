@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,8 +30,9 @@ from paceline.shm.core.dtypes import OPS
 from paceline.torch_private.groups import group_timeout
 from paceline.torch_private.profiler import is_profiled, record_inputs, record_until_done
 from paceline.transport.c10d import C10dTransport
+from paceline.transport.late import LateReduction
 from paceline.transport.messages import SharedMessages
-from paceline.transport.sparse import SparseSum
+from paceline.transport.sparse import start_sparse_sum
 from paceline.types import Messages, Reduction
 
 SUM = OPS.get(dist.ReduceOp.SUM, 0)
@@ -64,34 +64,6 @@ class ShmReduction:
 
     def on_done(self, callback: Callable[[int], None]) -> None:
         """Tell, inside of :meth:`wait`, when it was done: the native thread runs no Python."""
-        self._callback = callback
-
-
-class LateSum:
-    """A sum that is done inside of :meth:`wait`, by whoever waits."""
-
-    __slots__ = ("_callback", "_flat", "_group")
-
-    def __init__(self, group: SharedGroup, flat: torch.Tensor) -> None:
-        self._group = group
-        self._flat: torch.Tensor | None = flat
-        self._callback: Callable[[int], None] | None = None
-
-    def wait(self) -> None:
-        """Sum, or raise a CollectiveError that names the rank."""
-        flat, self._flat = self._flat, None
-        if flat is None:
-            return
-        self._group.all_reduce_now(flat, SUM)
-        if self._callback is not None:
-            self._callback(time.perf_counter_ns())
-
-    def is_done(self) -> bool:
-        """Not before somebody has waited."""
-        return self._flat is None
-
-    def on_done(self, callback: Callable[[int], None]) -> None:
-        """Tell inside of :meth:`wait`."""
         self._callback = callback
 
 
@@ -182,7 +154,9 @@ class ShmTransport:
         """Leave a small sum to the thread that waits for it: to wake another one costs more."""
         group = self._group
         is_late = flat.nbytes <= self.late_bytes and not flat.is_complex() and not is_profiled()
-        return LateSum(group, flat) if group is not None and is_late else self.start(flat)
+        if group is None or not is_late:
+            return self.start(flat)
+        return LateReduction(functools.partial(group.all_reduce_now, flat, SUM))
 
     def start_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -192,9 +166,9 @@ class ShmTransport:
             return self._c10d.start_all_to_all(outputs, inputs)
         return ShmReduction(self._group.all_to_all(outputs, inputs))
 
-    def start_sparse(self, gradient: torch.Tensor) -> SparseSum:
+    def start_sparse(self, gradient: torch.Tensor) -> Reduction:
         """Gather the rows of all ranks, and add them up."""
-        return SparseSum(self.messages, gradient)
+        return start_sparse_sum(self.messages, gradient)
 
     def _record(self, in_flight: InFlight) -> threading.Event:
         """Show the profiler how long a sum takes; the native thread cannot tell it."""

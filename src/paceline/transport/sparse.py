@@ -13,16 +13,25 @@ seen once in a test of 17 s, and by AddressSanitizer, with torch 2.13.0. ``ALLGA
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from time import perf_counter_ns
+from collections.abc import Sequence
 
 import torch
 
 from paceline.torch_private.autograd import stored_entries
+from paceline.transport.late import LateReduction
 from paceline.types import Messages
 
 INDEX_BYTES = 8
+
+
+def start_sparse_sum(messages: Messages, gradient: torch.Tensor) -> LateReduction:
+    """Leave the sum to whoever waits.
+
+    Nothing is lost by that: embeddings come first in a forward, so their gradients come last.
+    """
+    return LateReduction(functools.partial(sum_sparse, messages, gradient))
 
 
 def sum_sparse(messages: Messages, gradient: torch.Tensor) -> None:
@@ -104,7 +113,7 @@ def _pack(gradient: torch.Tensor, count: int) -> torch.Tensor:
     values = _real(gradient.values())
     row_bytes = INDEX_BYTES * gradient.sparse_dim() + _row_bytes(values)
     packed = torch.zeros(count * row_bytes, dtype=torch.uint8, device=gradient.device)
-    parts = [_as_bytes(gradient.indices()), _as_bytes(values)]
+    parts = [as_bytes(gradient.indices()), as_bytes(values)]
     torch.cat(parts, out=packed[: sum(len(part) for part in parts)])
     return packed
 
@@ -131,36 +140,6 @@ def _row_bytes(values: torch.Tensor) -> int:
     return math.prod(values.shape[1:]) * values.itemsize
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements, flat, as bytes."""
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-class SparseSum:
-    """A sum that is done inside of :meth:`wait`, by whoever waits.
-
-    Nothing is lost by that: embeddings come first in a forward, so their gradients come last.
-    """
-
-    __slots__ = ("_callback", "_gradient", "_messages")
-
-    def __init__(self, messages: Messages, gradient: torch.Tensor) -> None:
-        self._messages = messages
-        self._gradient: torch.Tensor | None = gradient
-        self._callback: Callable[[int], None] | None = None
-
-    def wait(self) -> None:
-        """Sum, or raise a CollectiveError that names the rank."""
-        gradient, self._gradient = self._gradient, None
-        if gradient is None:
-            return
-        sum_sparse(self._messages, gradient)
-        if self._callback is not None:
-            self._callback(perf_counter_ns())
-
-    def is_done(self) -> bool:
-        """Not before somebody has waited."""
-        return self._gradient is None
-
-    def on_done(self, callback: Callable[[int], None]) -> None:
-        """Tell inside of :meth:`wait`."""
-        self._callback = callback

@@ -22,7 +22,7 @@ from paceline import DistributedDataParallel as DDP
 from paceline.ddp import torch_surface
 from paceline.ddp.agree import peers
 from paceline.errors import PeerFailedError, PeerLostError
-from paceline.liveness.roster import Roster
+from paceline.liveness.roster import PeerRoster
 from paceline.nn import SyncBatchNorm
 from paceline.shm.attach import handshake
 from paceline.testing import RanksFailedError, run_ranks
@@ -123,7 +123,7 @@ def test_in_join(tmp_path: Any, transport: str) -> None:
 
 
 POINTS: dict[str, tuple[Any, str]] = {
-    "before the first gather": (Roster, "meet"),
+    "before the first gather": (PeerRoster, "meet"),
     "before the transports are compared": (choose, "_check_agreement"),
     "before it hands in": (handshake.Handshake, "send_own"),
     "before it maps": (handshake.Handshake, "map_all"),

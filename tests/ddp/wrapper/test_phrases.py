@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel as DDP
 from paceline.testing import run_ranks
+from tests.raising import error_of
 
 Wrap = Callable[..., Any]
 
@@ -214,14 +215,6 @@ MISTAKES: dict[str, tuple[Callable[[Wrap], Any], str]] = {
     "ready twice": (ready_twice, "Expected to mark a variable ready only once"),
     "graph changed": (changed_graph, "Your training graph has changed in this iteration"),
 }
-
-
-def error_of(action: Callable[[], Any]) -> tuple[list[str], str]:
-    try:
-        action()
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error)
-    return [], "no error"
 
 
 def raise_all() -> dict[str, tuple[Any, Any]]:

@@ -27,6 +27,7 @@ from paceline.testing import run_ranks
 from tests.children import begin_in_fork, wait_for
 from tests.observe.recorded_training import captured_warnings, make_model, train
 from tests.observe.sample_records import make_step
+from tests.system import free_port
 
 STEPS = [replace(make_step(n), numbers=(("accuracy", n / 10),), is_skipped=False) for n in (1, 2)]
 
@@ -297,12 +298,6 @@ def test_a_forked_child_lets_the_port_go() -> None:
 
         assert wait_for(begin_in_fork(child)) == 0
         assert "# EOF" in get(metrics.port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def serve_and_look() -> dict[tuple[str, str], float]:

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.observe.records import Activity, Status
 from paceline.observe.stall.budget import Budget, WaitKind, ended_wait_s
-from paceline.observe.stall.processes import ProcessState
 from paceline.observe.stall.start import read_stall_after
 from paceline.observe.stall.views import RankView
 from paceline.observe.stall.watchdog import _wait_kind
+from paceline.processes import ProcessState
 
 
 def test_floors_hold_while_nothing_is_known() -> None:

@@ -9,7 +9,6 @@ import pytest
 from paceline.observe.membership import Standing
 from paceline.observe.records import Activity, RankInfo, Status
 from paceline.observe.stall.account import Account, WatchInfo
-from paceline.observe.stall.processes import ProcessState
 from paceline.observe.stall.report import (
     is_ended,
     is_stalled,
@@ -18,6 +17,7 @@ from paceline.observe.stall.report import (
     report_text,
 )
 from paceline.observe.stall.views import RankView, behind
+from paceline.processes import ProcessState
 
 
 def view(rank: int, activity: Activity, step: int = 6, age_s: float = 3.0, **more: str) -> RankView:

@@ -109,7 +109,7 @@ def full_disk(folder: str) -> dict[str, Any]:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for module in (account_module, claims_module, views_module, watchdog_module):
-        for name in ("write_text", "write_json"):
+        for name in ("write_whole", "write_json"):
             if hasattr(module, name):
                 setattr(module, name, fail)
     dist.barrier()
@@ -158,7 +158,7 @@ def late(_: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "input"])
-def test_patience_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Path) -> None:
+def test_how_long_it_waits_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     found = run_ranks(2, learned, kind, folder, env={"PACELINE_RUN_DIR": folder})
     assert found == [kind == "forward"] * 2

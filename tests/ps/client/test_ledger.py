@@ -8,7 +8,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.ps.client.ledger import Ledger, OpenRequest, State
+from paceline.ps.client.ledger import Ledger, LedgerState, OpenRequest
 from paceline.ps.protocol.wire import SEQUENCED, Frame, Head, Kind, pack_control, read_head
 from tests.examples import examples
 
@@ -61,7 +61,7 @@ class Model:
             self.way_out.popleft()
         while len(self.way_back) > kept_back:
             self.way_back.pop()
-        if is_noticed and self.ledger.state is not State.MEETING:
+        if is_noticed and self.ledger.state is not LedgerState.MEETING:
             self.ledger.doubt()
             self.way_out.append(self.ledger.hello())
 
@@ -122,7 +122,7 @@ def opened() -> Model:
     model.exchange_all()
     model.serve()
     model.receive()
-    assert model.ledger.state is State.OPEN
+    assert model.ledger.state is LedgerState.OPEN
     return model
 
 
@@ -134,7 +134,7 @@ def test_a_lookup_that_overtook_a_lost_push_is_not_believed() -> None:
     model.serve()
     model.receive()
     assert not lookup.is_done
-    assert model.ledger.state is State.DOUBTING
+    assert model.ledger.state is LedgerState.DOUBTING
     model.exchange_all()
     assert lookup.reply is not None
     assert model.applied == ["a"]
@@ -149,7 +149,7 @@ def test_a_server_without_its_state_is_lost() -> None:
     model.break_connection(0, 0, True)
     model.serve()
     model.receive()
-    assert model.ledger.state is State.LOST
+    assert model.ledger.state is LedgerState.LOST
 
 
 def test_an_abandoned_lookup_is_dropped_and_not_sent_again() -> None:
@@ -171,7 +171,7 @@ def test_save_may_be_answered_late() -> None:
     model.serve()
     model.receive()
     assert lookup.is_done
-    assert model.ledger.state is State.OPEN
+    assert model.ledger.state is LedgerState.OPEN
     model.way_out.append(late)
     model.serve()
     model.receive()

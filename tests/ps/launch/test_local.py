@@ -15,22 +15,9 @@ import pytest
 from paceline import ps
 from paceline.errors import ConfigurationError, ServerStartError
 from tests.ps.raw_client import RawClient
+from tests.system import is_running, wait_gone
 
 SOURCE = Path(__file__).parents[3] / "src"
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_gone(pids: list[int]) -> None:
-    until_s = time.monotonic() + 60
-    while any(map(is_running, pids)):
-        assert time.monotonic() < until_s, "a server outlived its owner"
-        time.sleep(0.05)
 
 
 def pids_of(addresses: list[str]) -> list[int]:
@@ -48,7 +35,7 @@ def test_end_with_the_object(start_servers: Callable[..., ps.LocalServers]) -> N
     directory = Path(servers.addresses[0].removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     servers.close()
-    wait_gone(pids)
+    wait_gone(*pids)
     assert not directory.exists()
     servers.close()
     with pytest.raises(ServerStartError, match="have ended"):
@@ -84,7 +71,7 @@ def test_end_with_the_process(how: signal.Signals | None) -> None:
     if how is not None:
         owner.send_signal(how)
     owner.communicate("")
-    wait_gone(pids)
+    wait_gone(*pids)
     sockets = Path(addresses[0].removeprefix("ipc://")).parent
     until_s = time.monotonic() + 60
     while sockets.exists():

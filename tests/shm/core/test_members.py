@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from paceline.shm.core.members import Member, by_host, describe_self, host_key
+from paceline.liveness import host_key
+from paceline.shm.core.members import GroupMember, by_host, describe_self
 
 
-def member(rank: int, host: str) -> Member:
+def member(rank: int, host: str) -> GroupMember:
     return replace(describe_self(rank, 4096), host=host)
 
 
@@ -21,7 +22,7 @@ def test_ranks_are_grouped_by_host_in_order() -> None:
 
 def test_a_member_survives_json() -> None:
     mine = describe_self(2, 8192)
-    assert Member.from_json(mine.to_json(), 2) == mine
+    assert GroupMember.from_json(mine.to_json(), 2) == mine
 
 
 @pytest.mark.parametrize(
@@ -35,12 +36,12 @@ def test_a_member_survives_json() -> None:
 )
 def test_nonsense_from_a_peer_is_refused(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"rank 1 sent {words}"):
-        Member.from_json(value, 1)
+        GroupMember.from_json(value, 1)
 
 
 def test_a_peer_cannot_be_another_rank() -> None:
     with pytest.raises(ValueError, match="rank 1 says that it is rank 2"):
-        Member.from_json(describe_self(2, 0).to_json(), 1)
+        GroupMember.from_json(describe_self(2, 0).to_json(), 1)
 
 
 def test_the_variable_stands_in_for_the_boot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from paceline.cli.bench.harness.interleave import take_turns
 from paceline.cli.bench.harness.progress import RoundBar
 from paceline.cli.bench.harness.rank_sets import RankSets
 from paceline.errors import ConfigurationError
+from paceline.printable import size_text
 from paceline.testing import run_ranks
 
 Engine = Callable[[torch.Tensor], Any]
@@ -83,7 +84,7 @@ def measure(
     names = [*chosen.in_process, *chosen.mpis]
     return [
         Comparison(
-            f"{_told(size)}, {ranks} ranks", GLOO, {n: times[0][str(size)][n] for n in names}
+            f"{size_text(size)}, {ranks} ranks", GLOO, {n: times[0][str(size)][n] for n in names}
         )
         for size in sizes
     ]
@@ -98,13 +99,6 @@ def _names_for_deepspeed() -> Iterator[dict[str, str]]:
     finally:
         for file in Path("/dev/shm").glob(f"deepspeed*_127.0.0.1_{os.getpid()}_*"):
             file.unlink(missing_ok=True)
-
-
-def _told(size: int) -> str:
-    for unit, bytes_of in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= bytes_of:
-            return f"{size / bytes_of:g} {unit}"
-    return f"{size} B"
 
 
 @contextlib.contextmanager
@@ -171,7 +165,7 @@ def _run(plan: AllreducePlan, sets: RankSets, engines: dict[str, Engine]) -> Tim
     found: Times = {}
     for size in plan.sizes:
         tensor = torch.ones(size // 4)
-        title = f"{_told(size)}, {plan.ranks} ranks"
+        title = f"{size_text(size)}, {plan.ranks} ranks"
 
         def turn(name: str, tensor: torch.Tensor = tensor, size: int = size) -> list[float]:
             owner = name if name in plan.mpis else IN_PROCESS

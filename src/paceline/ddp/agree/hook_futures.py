@@ -28,7 +28,7 @@ class HookFutures:
         self._deadline_s: float | None = None
 
     def begin(self) -> None:
-        """A step begins: the first future that is waited for starts the clock."""
+        """A step begins: the first wait for a future starts the clock."""
         self._deadline_s = None
 
     def wait(self, future: torch.futures.Future[Any], what: str) -> None:

@@ -54,7 +54,7 @@ class Peers:
         self._out_of_step = OutOfStep(self._rank)
 
     def hook_futures(self) -> HookFutures:
-        """Return how long hooks are waited for: as long as a collective of the group may take."""
+        """Return how long to wait for hooks: as long as a collective of the group may take."""
         timeout = group_timeout(self._group) or dist.default_pg_timeout
         return HookFutures(watch_of(self._group), timeout.total_seconds())
 

@@ -23,6 +23,7 @@ import torch
 from paceline.ddp.agree.checksum import checksums, combine
 from paceline.ddp.agree.control import ControlBlock
 from paceline.errors import ReplicasDifferError
+from paceline.printable import listed
 
 if TYPE_CHECKING:
     from paceline.ddp.wrapper import DistributedDataParallel
@@ -112,7 +113,7 @@ def _find_odd(seen: dict[int, dict[str, str]]) -> dict[int, list[str]]:
 
 
 def _error(odd: dict[int, list[str]], ranks: int, step: int) -> ReplicasDifferError:
-    told = "\n".join(f"  rank {rank}: {_list(names)}" for rank, names in odd.items())
+    told = "\n".join(f"  rank {rank}: {listed(names, _NAMED)}" for rank, names in odd.items())
     first, names = next(iter(odd.items()))
     than = "rank 0" if ranks == 2 else "most ranks"
     return ReplicasDifferError(
@@ -127,8 +128,3 @@ def _error(odd: dict[int, list[str]], ranks: int, step: int) -> ReplicasDifferEr
         rank=first,
         parameters=names,
     )
-
-
-def _list(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 
 class Observer(Protocol):
-    """Who is told."""
+    """Is told of steps of optimizers."""
 
     parameters: Sequence[torch.Tensor]
 
@@ -33,7 +33,7 @@ class Observer(Protocol):
 
 
 class BeginObserver(Observer, Protocol):
-    """Who is told when a step begins, too."""
+    """Is told when one begins, too."""
 
     def on_optimizer_begin(self) -> None:
         """An optimizer that holds some of these parameters begins to step."""

@@ -56,7 +56,7 @@ def check_future(future: Any, name: str) -> torch.futures.Future[torch.Tensor]:
     """Return what a hook gave, if it is a future.
 
     Raises:
-        TypeError: If it is none.
+        TypeError: If it is not one.
     """
     if not isinstance(future, FutureBase):
         raise TypeError(

@@ -45,7 +45,7 @@ class GradientCopier:
         policy: ReducePolicy,
         usage: UsageMap,
         clock: StepClock,
-        attach_memory: Callable[[Bucket], None] | None = None,
+        attach_memory: Callable[[Bucket], None] | None,
     ) -> None:
         self._buckets = buckets
         self._policy = policy

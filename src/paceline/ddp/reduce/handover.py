@@ -32,7 +32,7 @@ class BucketConsumer(Protocol):
 
 @dataclass(frozen=True)
 class StepEnds:
-    """Who is told of a step's end.
+    """Is told of the end of a step.
 
     Attributes:
         consumer: Gets each bucket as soon as it is final.

@@ -29,19 +29,19 @@ from paceline.ddp.agree.reports import FailureKind
 from paceline.ddp.reduce.sparse import empty_sparse
 from paceline.ddp.reduce.step import Step, report_failure
 from paceline.errors import ConfigurationError
-from paceline.shards.cast import CastSum, cast_all, cast_flat
+from paceline.shards.cast import cast_all, cast_flat
 from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled, scale_all
 from paceline.shards.tree import Node, Shares
 from paceline.shards.tree_sum import (
-    Done,
     Mean,
-    SparseTreeSum,
     TreeSum,
+    add_up_sparse,
     is_added_alike,
     scale_sparse,
     scratch,
     start_tree_sum,
 )
+from paceline.transport.late import LateReduction
 from paceline.transport.sparse import add_sparse
 from paceline.types import Reduction, Transport
 
@@ -249,7 +249,8 @@ class ShardSums:
             parts = [*rows, bucket.sparse_gradient.coalesce()]
             take = functools.partial(setattr, bucket, "sparse_gradient")
             factor = 1.0 if shares.world == 1 else self._factor
-            return SparseTreeSum(transport, shares, parts, take, factor)
+            add_up = functools.partial(add_up_sparse, transport, shares, parts, take, factor)
+            return LateReduction(add_up)
         assert bucket.flat is not None
         if self.dtype is not None:
             return self._start_cast(transport, bucket, bucket.flat, self.dtype)
@@ -272,9 +273,13 @@ class ShardSums:
             add_into(views, values)
         shares = self.shares
         make = functools.partial(self._flats, shares.parts[shares.rank][:-1], bucket, small)
-        is_alone = shares.world == 1
-        inner = Done() if is_alone else TreeSum(transport, shares, make, small)
-        return CastSum(inner, small, flat)
+
+        def add_up() -> None:
+            if shares.world > 1:
+                TreeSum(transport, shares, make, small).add_up()
+            flat.copy_(small)
+
+        return LateReduction(add_up)
 
     def _siblings(self) -> list[Node]:
         """What this rank adds to the last gradients, one by one."""

@@ -91,7 +91,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     """Read it.
 
     Raises:
-        CheckpointError: It is none, damaged, or of a newer version.
+        CheckpointError: It is not one, is damaged, or is of a newer version.
     """
     path = folder / DESCRIPTION
     try:

@@ -20,6 +20,7 @@ from paceline.elastic.checkpoint.reader import read_tensors
 from paceline.elastic.checkpoint.writer import Save
 from paceline.elastic.transfer import broadcast_text, describe, make_tensors, rebuild
 from paceline.errors import CheckpointError
+from paceline.printable import listed
 from paceline.transport.messages import GroupMessages
 
 
@@ -57,7 +58,7 @@ def load_checkpoint(folder: Path, modules: Sequence[torch.nn.Module]) -> Any:
     """Fill the modules from a checkpoint, and return its tree.
 
     Raises:
-        CheckpointError: It is none, is damaged, or does not fit; then nothing was changed, unless
+        CheckpointError: It is missing, damaged, or does not fit. Then nothing was changed, unless
             the files turn out to be damaged while they are read.
     """
     facts = folders.read_description(folder)
@@ -92,13 +93,11 @@ def _shape(tensor: torch.Tensor) -> list[Any]:
 def _check(folder: Path, saved: dict[str, Any], mine: dict[str, torch.Tensor]) -> None:
     if missing := sorted(mine.keys() - saved.keys()):
         raise CheckpointError(
-            f"{folder} does not have {missing[0]} and {len(missing) - 1} more: it was saved with "
+            f"{folder} does not have {listed(missing, 1)}: it was saved with "
             "another model. Build the model that it was saved with"
         )
     if extra := sorted(saved.keys() - mine.keys()):
-        raise CheckpointError(
-            f"{folder} has {extra[0]} and {len(extra) - 1} more, which this model does not have"
-        )
+        raise CheckpointError(f"{folder} has {listed(extra, 1)}, which this model does not have")
     for name, tensor in mine.items():
         if saved[name] != _shape(tensor):
             raise CheckpointError(

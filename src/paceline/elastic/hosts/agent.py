@@ -12,7 +12,6 @@ import json
 import os
 import selectors
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.elastic.handshake import KEY_BYTES, store_key
@@ -31,6 +30,7 @@ from paceline.elastic.protocol import (
     peers_path,
     store_path,
 )
+from paceline.observe.private_file import write_whole
 
 _EXITS = 8
 CUT_OFF = "its host has lost the coordinator, and its lease is over"
@@ -51,7 +51,7 @@ class Launcher(Protocol):
     def on_epoch(self, event: dict[str, Any]) -> None:
         """A rank has begun an epoch: the fields of ``MembershipEvent``."""
 
-    def on_store(self, door: int) -> None:
+    def on_store(self, store_port: int) -> None:
         """At which port of the first host the job's stores are; 0: nobody knows yet."""
 
     def listens(self) -> list[str]:
@@ -89,7 +89,7 @@ class Agent:
         members: What is known of the members of this host that live.
         outcome: None while the job is under way; then why it failed, empty if it did not.
         is_over: All hosts have finished.
-        door: The port at which other hosts reach the job's stores, if they are here.
+        store_port: The port at which other hosts reach the job's stores, if they are here.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Agent:
         self.members: dict[int, MemberReport] = {}
         self.outcome: str | None = None
         self.is_over = False
-        self.door = 0
+        self.store_port = 0
         self._plan = plan
         self._launcher = launcher
         self._known = HostReport()
@@ -208,7 +208,7 @@ class Agent:
             "hosts": self._plan.hosts,
             "ranks": self._plan.ranks,
             "report": self._known.to_plain(),
-            "door": self.door,
+            "store_port": self.store_port,
         }
 
     def on_beat(self) -> None:
@@ -226,7 +226,7 @@ class Agent:
                 self._kill(member, "the job went on without its host")
         if not message["is_known"]:
             self._told_listens = []
-        self._launcher.on_store(int(message["door"]))
+        self._launcher.on_store(int(message["store_port"]))
         self.ranks.say_to_all("back")
 
     def on_away(self) -> None:
@@ -251,9 +251,9 @@ class Agent:
         elif kind == "answer":
             self.ranks.answer(int(message["ask"]), str(message["error"]))
         elif kind == "peers":
-            _write(peers_path(self.directory), json.dumps(message["listens"]))
+            write_whole(peers_path(self.directory), json.dumps(message["listens"]))
         elif kind == "store":
-            self._launcher.on_store(int(message["door"]))
+            self._launcher.on_store(int(message["store_port"]))
         else:
             self._hear_of_job(message)
 
@@ -315,12 +315,3 @@ class Agent:
         self.ranks.close()
         self._mailbox.close()
         self._private.close()
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    draft = path.with_suffix(".new")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(text)
-    draft.replace(path)

@@ -16,7 +16,7 @@ from paceline.elastic.hosts.tunnel import StoreOrder, keep_store
 from paceline.errors import ConfigurationError
 from paceline.launch.exits import exit_summary
 from paceline.launch.fork_server import ForkServer
-from paceline.launch.rendezvous import Hosts
+from paceline.launch.rendezvous import JobHosts
 
 
 class JobStores:
@@ -29,25 +29,25 @@ class JobStores:
         key: Of the job.
         directory: Of the launcher; private.
         warn: Shows a line to the user.
-        on_door: Gets the port at which other hosts reach the stores.
+        on_store_port: Gets the port at which other hosts reach the stores.
     """
 
     def __init__(
         self,
         server: ForkServer,
         selector: selectors.BaseSelector,
-        hosts: Hosts,
+        hosts: JobHosts,
         key: bytes,
         directory: Path,
         warn: Callable[[str], None],
-        on_door: Callable[[int], None],
+        on_store_port: Callable[[int], None],
     ) -> None:
         self._server, self._selector, self._hosts = server, selector, hosts
         self._order = StoreOrder(hosts.number == 0, hosts.count > 1, key, str(directory))
-        self._warn, self._on_door = warn, on_door
+        self._warn, self._on_store_port = warn, on_store_port
         self._ports: dict[str, int] = {}
         self._waiting: list[tuple[str | None, Callable[[int], None]]] = []
-        self._door = 0
+        self._store_port = 0
         self._deaths = 0
         self._start()
 
@@ -55,14 +55,14 @@ class JobStores:
         self._child = child = self._server.fork()
         child.run(keep_store, self._order)
         self._selector.register(child.pipe, selectors.EVENT_READ, self._hear)
-        if self._door:
-            self.aim_at(self._door)
+        if self._store_port:
+            self.aim_at(self._store_port)
 
-    def aim_at(self, door: int) -> None:
+    def aim_at(self, store_port: int) -> None:
         """Connections to the stores go to this port of the first host."""
-        self._door = door
+        self._store_port = store_port
         if not self._order.is_first:
-            self._say({"target": [self._hosts.endpoint.host, door]})
+            self._say({"target": [self._hosts.endpoint.host, store_port]})
             self._go_on()
 
     def with_port(self, name: str | None, call: Callable[[int], None]) -> None:
@@ -77,7 +77,7 @@ class JobStores:
         self._go_on()
 
     def _go_on(self) -> None:
-        if not self._order.is_first and not self._door:
+        if not self._order.is_first and not self._store_port:
             return  # nobody knows yet where the stores are
         waiting, self._waiting = self._waiting, []
         for name, call in waiting:
@@ -102,9 +102,9 @@ class JobStores:
             return
         if "error" in words:
             raise ConfigurationError(words["error"])
-        if "door" in words:
-            if words["door"]:
-                self._on_door(words["door"])
+        if "store_port" in words:
+            if words["store_port"]:
+                self._on_store_port(words["store_port"])
         else:
             self._ports[words["name"]] = words["port"]
             self._go_on()

@@ -20,7 +20,7 @@ from paceline.errors import MembershipError
 
 MAX_BYTES = 16 << 20  # of a question
 MAX_WAIT_S = 1.0
-"""So long a question may wait for keys: who wants to wait longer asks again."""
+"""How long a question may wait for keys. To wait longer, ask again."""
 _KEPT = 2  # stores of a kind, beside the newest
 _WRONG = (MembershipError, KeyError, ValueError, TypeError, IndexError)
 

@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from paceline.elastic.handshake import limit_waits
-from paceline.elastic.hosts.channel import Channel
 from paceline.elastic.hosts.connector import Connector
 from paceline.elastic.hosts.lease import HostLease, now_s
 from paceline.elastic.hosts.mailbox import Mailbox
+from paceline.elastic.hosts.numbered_messages import NumberedMessages
 from paceline.elastic.protocol import receive, send
 from paceline.errors import MembershipError
 
@@ -77,7 +77,7 @@ class CoordinatorLink:
         self._plan, self._owner, self._selector = plan, owner, selector
         self._launcher = os.urandom(8).hex()
         self._coordinator = ""
-        self._channel = Channel()
+        self._messages = NumberedMessages()
         self._pipe: Connection | None = None
         self._later: list[tuple[str, dict[str, Any]]] = []
         self._away_since_s = now_s()
@@ -97,7 +97,7 @@ class CoordinatorLink:
         if self._pipe is not None and not self.is_welcome:
             self._later.append((kind, facts))  # not part of the report that was sent
         else:
-            message = self._channel.say(kind, **facts)
+            message = self._messages.say(kind, **facts)
             if self.is_welcome:
                 self._send(message)
 
@@ -107,7 +107,7 @@ class CoordinatorLink:
         self.lease.look(at_s)
         if self.is_welcome and self.lease.is_beat_due(at_s):
             self._owner.on_beat()
-            facts = {"beat": self.lease.beat(at_s), "heard": self._channel.heard}
+            facts = {"beat": self.lease.beat(at_s), "heard": self._messages.heard}
             self._send({"kind": "alive", **facts})
 
     def until_next_s(self) -> float | None:
@@ -121,7 +121,7 @@ class CoordinatorLink:
 
     def has_said_all(self) -> bool:
         """Whether the coordinator has heard all that was said."""
-        return not self._channel.unheard() and not self._later
+        return not self._messages.unheard() and not self._later
 
     # --- connections ------------------------------------------------------------------------------
     def _on_connected(self, pipe: Connection) -> None:
@@ -130,13 +130,13 @@ class CoordinatorLink:
         self._selector.register(pipe, selectors.EVENT_READ, self._listen)
         hello = self._owner.hello()
         hello |= {"launcher": self._launcher, "coordinator": self._coordinator}
-        self._send({"kind": "host", "heard": self._channel.heard, **hello})
+        self._send({"kind": "host", "heard": self._messages.heard, **hello})
 
     def _listen(self) -> None:
         assert self._pipe is not None
         try:
             message = receive(self._pipe)
-            is_new = self._channel.take(message)
+            is_new = self._messages.take(message)
         except (EOFError, OSError, MembershipError):
             self._lose()
             return
@@ -155,11 +155,11 @@ class CoordinatorLink:
         self._coordinator = str(message["coordinator"])
         self.is_welcome = True
         if message["is_known"]:
-            self._channel.confirm(int(message["heard"]))
-            for each in self._channel.unheard():
+            self._messages.confirm(int(message["heard"]))
+            for each in self._messages.unheard():
                 self._send(each)
         else:  # it has got a report, and nothing that was said to another coordinator
-            unheard, self._channel = self._channel.unheard(), Channel()
+            unheard, self._messages = self._messages.unheard(), NumberedMessages()
             self._later = [
                 (str(m["kind"]), m) for m in unheard if _is_not_in_report(m)
             ] + self._later
@@ -183,7 +183,7 @@ class CoordinatorLink:
         self._hang_up()
         later, self._later = self._later, []
         for kind, facts in later:
-            self._channel.say(kind, **facts)
+            self._messages.say(kind, **facts)
         if self.is_welcome:
             self.is_welcome, self._away_since_s = False, now_s()
             self._owner.on_away()

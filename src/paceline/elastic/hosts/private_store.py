@@ -1,7 +1,8 @@
 """A rank's end of a :mod:`~paceline.elastic.hosts.key_store`: a ``dist.Store`` over a Unix socket.
 
 Opened by :mod:`paceline.elastic.epoch_store` on several hosts. torch's TCPStore knows no key, so
-whoever reaches its port can change what ranks agree on; this one is behind a door.
+whoever reaches its port can change what ranks agree on; this one is behind a listener that asks
+for the key.
 
 [Note: who keeps a store]
 torch keeps the C++ half of a store that is written in Python, and not the Python half. Without that

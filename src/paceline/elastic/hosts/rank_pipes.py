@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.door import Door, listen_at
 from paceline.elastic.hosts.mailbox import Mailbox
+from paceline.elastic.keyed_listener import KeyedListener, listen_at
 from paceline.elastic.protocol import receive, send, socket_path
 from paceline.errors import MembershipError
 
@@ -56,7 +56,9 @@ class RankPipes:
         self._questions = itertools.count()
         self._is_closed = False
         listener = listen_at(socket_path(directory))
-        self._door = Door(listener, key, lambda *who: mailbox.post(partial(self._admit, *who)))
+        self._listener = KeyedListener(
+            listener, key, lambda *who: mailbox.post(partial(self._admit, *who))
+        )
 
     def _admit(self, hello: dict[str, Any], pipe: Connection) -> None:
         if self._is_closed:
@@ -143,7 +145,7 @@ class RankPipes:
         if self._is_closed:
             return
         self._is_closed = True
-        self._door.close()
+        self._listener.close()
         for member in self._there():
             self.drop(member)
         for question in list(self._asked):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.elastic.hosts.channel import Channel
 from paceline.elastic.hosts.lease import FIRST_HOST
+from paceline.elastic.hosts.numbered_messages import NumberedMessages
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import send
 from paceline.errors import MembershipError
@@ -21,7 +21,7 @@ class HostSession:
     Attributes:
         launcher: Drawn by that process: one that is started again has another.
         on_lost: Called with the connection before it is closed.
-        door: The port at which the job's stores are, if they are with this launcher.
+        store_port: The port at which the job's stores are, if they are with this launcher.
         listens: Where ranks of that host listen.
         is_finished: Nothing runs there any more.
     """
@@ -30,15 +30,15 @@ class HostSession:
     launcher: str
     ranks: int
     on_lost: Callable[[Connection], object]
-    channel: Channel = field(default_factory=Channel)
+    messages: NumberedMessages = field(default_factory=NumberedMessages)
     pipe: Connection | None = None
-    door: int = 0
+    store_port: int = 0
     listens: list[str] = field(default_factory=list)
     is_finished: bool = False
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Say something that must arrive; if the connection is gone, over the next one."""
-        self.send(self.channel.say(kind, **facts))
+        self.send(self.messages.say(kind, **facts))
 
     def send(self, message: dict[str, Any]) -> None:
         """Send over the present connection, if there is one."""
@@ -64,13 +64,13 @@ class HostSessions(dict[int, HostSession]):
         for each in self.values():
             each.tell(kind, **facts)
 
-    def door(self) -> int:
+    def store_port(self) -> int:
         """At which port of the first host the job's stores are; 0: nobody knows."""
-        return self[FIRST_HOST].door if FIRST_HOST in self else 0
+        return self[FIRST_HOST].store_port if FIRST_HOST in self else 0
 
     def tell_door(self) -> None:
         """Tell all where the stores are."""
-        self.tell_all("store", door=self.door())
+        self.tell_all("store", store_port=self.store_port())
 
     def tell_peers(self) -> None:
         """Tell each where ranks of the others listen."""

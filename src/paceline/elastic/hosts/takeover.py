@@ -87,7 +87,7 @@ class HostReport:
         """From a message.
 
         Raises:
-            TypeError, ValueError: It is none.
+            TypeError, ValueError: It is not one.
         """
         members = [MemberReport(**each) for each in plain["members"]]
         return cls(**{**plain, "members": members})

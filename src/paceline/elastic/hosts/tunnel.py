@@ -3,17 +3,16 @@
 A child of each launcher's fork server runs :func:`keep_store`. Ranks of several hosts reach the
 stores in which they meet (:mod:`hosts.key_store`) by a Unix socket in the private directory of
 their launcher. On the first host they are served there; on the others each connection is passed on
-to a door of the first: both ends prove that they know the job's key, and from then on bytes go
-through.
+to the first one: both ends prove that they know the job's key, and from then on bytes go through.
 
 Beside them there is a TCPStore for each attempt to begin: what ``MASTER_ADDR`` and ``MASTER_PORT``
 name, for scripts that use them by themselves. It knows no key, listens at the loopback address
-only, and is reached from other hosts by the same door. Processes of the same host can reach it, as
+only, and is reached from other hosts in the same way. Processes of the same host can reach it, as
 under torchrun; nothing of ours is in it.
 
-JSON on the pipe to the launcher. At first ``door``, the port for other hosts. Then the launcher may
-say ``open`` with the name of a store, and gets its ``port`` on this host; and ``target``, where the
-first host's door is.
+JSON on the pipe to the launcher. At first ``store_port``, the port for other hosts. Then the
+launcher may say ``open`` with the name of a store, and gets its ``port`` on this host; and
+``target``, where the store port of the first host is.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from paceline.elastic.door import Door, listen_at
 from paceline.elastic.handshake import connect
 from paceline.elastic.hosts.key_store import KeyStores
+from paceline.elastic.keyed_listener import KeyedListener, listen_at
 from paceline.elastic.protocol import send, stores_path
 from paceline.errors import MembershipError
 
@@ -65,7 +64,7 @@ def keep_store(pipe: Connection, order: StoreOrder) -> int:
     """Serve or reach the stores until the launcher closes its pipe. What the child runs."""
     try:
         keeper = _Served(order) if order.is_first else _Reached(order)
-        _say(pipe, door=keeper.door_port)
+        _say(pipe, store_port=keeper.store_port)
         while True:
             words = json.loads(pipe.recv_bytes())
             if "target" in words:
@@ -85,19 +84,19 @@ def _say(pipe: Connection, **words: Any) -> None:
 
 
 class _Served:
-    """The stores themselves, and the door in front of them."""
+    """The stores themselves, and the listeners in front of them."""
 
     def __init__(self, order: StoreOrder) -> None:
         self.target: tuple[str, int] | None = None
-        self.door_port = 0
+        self.store_port = 0
         self._lock = threading.Lock()
         self._stores: dict[str, tuple[int, Any]] = {}
-        self._doors = []
+        self._listeners = []
         if order.has_others:
             far, near = listen_at(("", 0)), listen_at(stores_path(Path(order.directory)))
-            self.door_port = far.getsockname()[1]
+            self.store_port = far.getsockname()[1]
             self._keys = KeyStores()
-            self._doors = [Door(each, order.key, self._admit) for each in (far, near)]
+            self._listeners = [KeyedListener(each, order.key, self._admit) for each in (far, near)]
 
     def port_of(self, name: str) -> int:
         """Where a store is on this host. Attempts before the last two are forgotten."""
@@ -145,12 +144,13 @@ class _Served:
 class _Reached:
     """Connections of ranks of this host, passed on to the first one."""
 
-    door_port = 0
+    store_port = 0
 
     def __init__(self, order: StoreOrder) -> None:
         self.target: tuple[str, int] | None = None
         self._key = order.key
-        self._door = Door(listen_at(stores_path(Path(order.directory))), order.key, self._admit)
+        own = listen_at(stores_path(Path(order.directory)))
+        self._listener = KeyedListener(own, order.key, self._admit)
         self._listeners: dict[str, socket.socket] = {}
 
     def port_of(self, name: str) -> int:
@@ -185,7 +185,7 @@ class _Reached:
         splice(outside, inside)
 
     def _reach(self, name: str, kind: str) -> Connection | None:
-        """Connect to the first host's door; wait for it, if it is not there or not known yet."""
+        """Connect to the first host; wait for it, if it is not there or not known yet."""
         until_s = time.monotonic() + _CONNECT_S
         while time.monotonic() < until_s:
             with contextlib.suppress(OSError, EOFError, MembershipError):

@@ -9,9 +9,10 @@ same strings.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.integrations.lightning_names import register_all
+from paceline.on_use import import_on_use
 
 if TYPE_CHECKING:
     from paceline.integrations.lightning.fabric import FabricDDPStrategy
@@ -21,15 +22,5 @@ __all__ = ["DDPStrategy", "FabricDDPStrategy"]
 
 register_all()
 
-
-def __getattr__(name: str) -> Any:
-    # Apart, because Fabric's users need not wait for the import of the Trainer.
-    if name == "FabricDDPStrategy":
-        from paceline.integrations.lightning.fabric import FabricDDPStrategy
-
-        return FabricDDPStrategy
-    if name == "DDPStrategy":
-        from paceline.integrations.lightning.trainer import DDPStrategy
-
-        return DDPStrategy
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Apart, because Fabric's users need not wait for the import of the Trainer.
+__getattr__ = import_on_use(__name__, {"DDPStrategy": "trainer", "FabricDDPStrategy": "fabric"})

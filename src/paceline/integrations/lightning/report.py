@@ -49,14 +49,15 @@ class ReportMixin(Base):
 def _write_page(folder: Path) -> None:
     """Write the report of a run; training has ended well even if that fails."""
     from paceline.report.analysis import analyse
-    from paceline.report.files import write_whole
+    from paceline.report.files import report_file
     from paceline.report.page import render_report
     from paceline.report.run import read_run
 
     path = folder / "report.html"
     try:
         page = render_report(analyse(read_run(folder)))
-        write_whole(path, lambda file: file.write(page))
+        with report_file(path) as file:
+            file.write(page)
     except PacelineError as error:
         logger.warning("there is no report of this run: %s", error)
     else:

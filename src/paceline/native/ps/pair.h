@@ -14,7 +14,7 @@ typedef struct {
     int peer_event;
 } PairObject;
 
-/* The object as a pair, or NULL if it is none, or closed. */
+/* The object as a pair, or NULL if it is not one, or is closed. */
 PairObject *pl_pair_of(PyObject *object);
 
 /* Wake the reader of `out`, if it sleeps. */

@@ -195,7 +195,7 @@ class _Until(io.RawIOBase):
 
 
 def _make_handler(metrics: OpenMetrics) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class MetricsHandler(BaseHTTPRequestHandler):
         timeout = _REQUEST_TIMEOUT_S  # to read the request, and for each write
 
         def setup(self) -> None:
@@ -218,7 +218,7 @@ def _make_handler(metrics: OpenMetrics) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: Any) -> None:
             """Say nothing on the terminal of a training script."""
 
-    return Handler
+    return MetricsHandler
 
 
 def _escape(text: str) -> str:

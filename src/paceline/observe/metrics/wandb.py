@@ -8,7 +8,7 @@ from paceline.observe.metrics.values import step_values
 from paceline.observe.records import StepRecord
 
 
-class Run(Protocol):
+class WandbRun(Protocol):
     """What is used of ``wandb.Run``."""
 
     def define_metric(self, name: str, *, step_metric: str) -> Any:
@@ -33,7 +33,7 @@ class WeightsAndBiases:
         paceline.observe.on_step(paceline.observe.metrics.WeightsAndBiases(run))
     """
 
-    def __init__(self, run: Run, prefix: str = "paceline") -> None:
+    def __init__(self, run: WandbRun, prefix: str = "paceline") -> None:
         self._run = run
         self._prefix = prefix
         self._defined: set[str] = set()

@@ -7,11 +7,11 @@ are checked, sizes are bounded.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.observe.private_file import write_whole
 from paceline.observe.untrusted import MAKES_NO_SENSE, MAX_PID, read_fields
 
 MAX_FILE_BYTES = 1 << 18
@@ -77,25 +77,12 @@ class Account:
 
 
 def write_json(path: Path, value: Account | WatchInfo) -> None:
-    """Write a file, private to this user, whole or not at all.
+    """Write it as JSON.
 
     Raises:
         OSError: The disk is full, or the folder is not writable.
     """
-    write_text(path, json.dumps(asdict(value)))
-
-
-def write_text(path: Path, text: str) -> None:
-    """The same for text."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(asdict(value)))
 
 
 def read_account(path: Path) -> Account | None:

@@ -12,8 +12,8 @@ import re
 import time
 from pathlib import Path
 
+from paceline.observe.private_file import write_whole
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.account import write_text
 
 REPORT_WAIT_S = 4.0
 """How long whoever has claimed a stall may take for its report."""
@@ -76,7 +76,7 @@ class Claims:
 
     def write_report(self, number: int, text: str) -> None:
         """Publish a report."""
-        write_text(self._folder.stall(number), f"{text}\n")
+        write_whole(self._folder.stall(number), f"{text}\n")
 
     def append(self, number: int, text: str) -> None:
         """Add a line to a report; nothing if it could not be written."""

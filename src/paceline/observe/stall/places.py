@@ -1,10 +1,11 @@
-"""Which frames are the user's own: the place that a report names."""
+"""The frames of a thread, and which of them are the user's own: the place that a report names."""
 
 from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from paceline.exit_reason import is_library
 
@@ -21,3 +22,11 @@ def own_frame(files: Sequence[str]) -> int:
         if not is_library(file) and _INSTALLED not in file and not file.startswith(_PYTHON):
             return number
     return next((i for i, file in enumerate(files) if not is_library(file)), -1)
+
+
+def walk_out(innermost: FrameType | None) -> Iterator[FrameType]:
+    """This frame, its caller, and so on."""
+    frame = innermost
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -14,9 +14,9 @@ from typing import Any
 from paceline.observe.membership import MembershipChange, read_membership
 from paceline.observe.records import Activity
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.processes import ProcessState
 from paceline.observe.stall.views import RankView, behind, members
 from paceline.printable import printable
+from paceline.processes import ProcessState
 
 _SHOWN_STACKS = 4
 _LONG_WAIT_S = 1.0

@@ -18,7 +18,7 @@ from typing import Any
 from paceline.observe.records import Activity
 from paceline.observe.stall.account import MAX_STACK
 from paceline.observe.stall.locks import describe_lock_waits
-from paceline.observe.stall.places import own_frame
+from paceline.observe.stall.places import own_frame, walk_out
 from paceline.observe.stall.probes import Probe
 from paceline.observe.stall.stacks import fold
 
@@ -75,7 +75,7 @@ def look_at_threads(activity: Activity, probes: Sequence[Probe]) -> ThreadReport
     ours = {i for i, name in names.items() if name in _OWN_THREADS}
     found = {i: frame for i, frame in frames.items() if i not in ours}
     inner = found.get(ident)
-    walked = list(_walk(inner)) if inner is not None else []
+    walked = list(walk_out(inner))
     inside = next((c for p in probes if (c := p.locate(ident)) is not None), None)
     return ThreadReport(
         where=_describe(activity, walked, probes),
@@ -91,13 +91,6 @@ def look_at_threads(activity: Activity, probes: Sequence[Probe]) -> ThreadReport
 def _training_thread(probes: Sequence[Probe]) -> int:
     main = threading.main_thread().ident or 0
     return next((probe.thread for probe in probes), main)
-
-
-def _walk(innermost: FrameType) -> Iterator[FrameType]:
-    frame: FrameType | None = innermost
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _describe(activity: Activity, frames: Sequence[FrameType], probes: Sequence[Probe]) -> str:
@@ -147,7 +140,7 @@ def _format(frames: dict[int, FrameType], first: int, names: dict[int | None, st
 
 
 def _numbered(innermost: FrameType) -> Iterator[tuple[FrameType, int]]:
-    for number, frame in enumerate(_walk(innermost)):
+    for number, frame in enumerate(walk_out(innermost)):
         if number == _FRAMES:
             return
         yield frame, frame.f_lineno

@@ -19,6 +19,7 @@ from paceline.observe.membership import (
     read_membership,
     standing_of,
 )
+from paceline.observe.private_file import write_whole
 from paceline.observe.records import Activity, RankInfo, Status
 from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RunFolder
@@ -27,16 +28,15 @@ from paceline.observe.stall.account import (
     WatchInfo,
     read_account,
     read_watch_info,
-    write_text,
 )
-from paceline.observe.stall.processes import (
+from paceline.observe.stall.stacks import ask_all_stacks, innermost_place, sort_stacks
+from paceline.observe.stall.threads import WORDS
+from paceline.processes import (
     ProcessState,
     cpu_ticks,
     process_space,
     process_state,
 )
-from paceline.observe.stall.stacks import ask_all_stacks, innermost_place, sort_stacks
-from paceline.observe.stall.threads import WORDS
 
 _PAUSE_S = 0.05
 _SINCE = re.compile(r", in it for [\d.]+ s")  # differs from rank to rank
@@ -119,7 +119,7 @@ def look_at_ranks(folder: RunFolder, answer_s: float, own: Account | None = None
     views = look_at_files(folder)
     cpu = {view.rank: cpu_ticks(view.watch.pid) for view in views if view.watch is not None}
     try:
-        write_text(folder.ask, token)
+        write_whole(folder.ask, token)
         views = [replace(view, was_asked=True) for view in views]
     except OSError:
         answer_s = 0.0  # the disk is full, or the folder is another user's
@@ -145,7 +145,7 @@ def look_at_files(folder: RunFolder) -> list[RankView]:
 
 
 def look_at_rank(
-    folder: RunFolder, rank: int, changes: Sequence[MembershipChange] = ()
+    folder: RunFolder, rank: int, changes: Sequence[MembershipChange]
 ) -> RankView | None:
     """What a rank's files and its process say; None if its records cannot be read."""
     try:

@@ -29,10 +29,10 @@ from paceline.observe.stall.budget import FIRST_STEPS, Budget, WaitKind, ended_w
 from paceline.observe.stall.claims import Claims
 from paceline.observe.stall.own_account import describe_self
 from paceline.observe.stall.probes import probes
-from paceline.observe.stall.processes import ProcessState, host_name, process_space, start_ticks
 from paceline.observe.stall.report import name_culprit, report_text
 from paceline.observe.stall.stacks import StackWriter
 from paceline.observe.stall.views import RankView, behind, look_at_files, look_at_ranks
+from paceline.processes import ProcessState, host_name, process_space, start_ticks
 
 logger = logging.getLogger("paceline")
 
@@ -42,7 +42,7 @@ _CLOSE_S = 5.0
 _COMPUTING = (Activity.FORWARD, Activity.LOSS, Activity.BACKWARD, Activity.OPTIMIZER)
 
 
-class Phase(enum.Enum):
+class WatchdogPhase(enum.Enum):
     """What the watchdog thinks of the training."""
 
     QUIET = enum.auto()
@@ -84,7 +84,7 @@ class Watchdog:
         self._claims = Claims(folder)
         self._stacks = StackWriter(folder.stacks(rank))
         self._asked = self._read_ask()
-        self._phase = Phase.QUIET
+        self._phase = WatchdogPhase.QUIET
         self._stall: _Stall | None = None
         self._last = Status(Activity.STARTING, 0, 0, 0)
         self._collective_since: tuple[str, float] = ("", 0.0)
@@ -156,16 +156,16 @@ class Watchdog:
             self._budget.learn(wait_s)
 
     def _follow(self, status: Status) -> None:
-        if self._phase is not Phase.QUIET and self._is_over(status):
+        if self._phase is not WatchdogPhase.QUIET and self._is_over(status):
             self._tell_end()
-        elif self._phase is Phase.QUIET:
+        elif self._phase is WatchdogPhase.QUIET:
             number = self._claims.newest_report()
             if number:  # another rank was first
                 self._begin(number, status)
                 self._show(number)
             elif self._is_stalled(status):
                 self._raise_alarm(status)
-        elif self._phase is Phase.ALARMED:
+        elif self._phase is WatchdogPhase.ALARMED:
             self._wait_report(status)
 
     def _is_over(self, status: Status) -> bool:
@@ -207,7 +207,7 @@ class Watchdog:
     # --- telling -------------------------------------------------------------------------------
 
     def _begin(self, number: int, status: Status, *, is_mine: bool = False) -> None:
-        self._phase = Phase.ALARMED
+        self._phase = WatchdogPhase.ALARMED
         self._stall = _Stall(number, status.step, time.monotonic(), is_mine)
 
     def _raise_alarm(self, status: Status) -> None:
@@ -236,7 +236,7 @@ class Watchdog:
         )
         if self._is_excused(views):
             self._claims.give_up(number)
-            self._phase, self._stall = Phase.QUIET, None
+            self._phase, self._stall = WatchdogPhase.QUIET, None
             return
         self._asked = self._read_ask()
         text = report_text(views, f"Stall {number}: ")
@@ -246,7 +246,7 @@ class Watchdog:
             f"{text}\n\n  This is in {path}; `paceline doctor {self._folder.path}` looks again."
         )
         self._note(f"stall {number}: {name_culprit(views)}")
-        self._phase = Phase.TOLD
+        self._phase = WatchdogPhase.TOLD
 
     def _is_excused(self, views: list[RankView]) -> bool:
         """What looked like a stall is a compilation, or has ended while it was looked at."""
@@ -265,10 +265,10 @@ class Watchdog:
         first = self._claims.first_line(number)
         self._say(f"{first}\n  The whole report is in {self._folder.stall(number)}.")
         self._note(first)
-        self._phase = Phase.TOLD
+        self._phase = WatchdogPhase.TOLD
 
     def _tell_end(self) -> None:
-        stall, self._stall, self._phase = self._stall, None, Phase.QUIET
+        stall, self._stall, self._phase = self._stall, None, WatchdogPhase.QUIET
         assert stall is not None
         self._claims.forget(stall.number)
         if stall.is_mine:

@@ -25,7 +25,7 @@ from paceline.errors import (
     ServersClosedError,
 )
 from paceline.forks import tell_children
-from paceline.ps.client.ledger import Ledger, OpenRequest, State
+from paceline.ps.client.ledger import Ledger, LedgerState, OpenRequest
 from paceline.ps.client.link import Link, LinkEvent
 from paceline.ps.client.refused_pushes import Refused, describe
 from paceline.ps.client.server_name import ServerName
@@ -41,7 +41,7 @@ class ChannelLimits:
     Args:
         timeout_s: Then it is an error.
         warn_s: Then there is a line in the log, once.
-        hello_s: So long after the last sign of life, the server is asked what it has.
+        hello_s: How long after its last sign of life a server is asked what it has.
         kept_bytes: So many bytes of pushes may be unacknowledged; a further one waits.
     """
 
@@ -52,7 +52,7 @@ class ChannelLimits:
 
 
 _LAST_ANSWERS_S = 0.5
-"""So long is waited for acknowledgements when a connection is closed without a flush."""
+"""How long to wait for acknowledgements when a connection is closed without a flush."""
 _NO_ENTRY = {
     LinkEvent.REFUSED: "does not accept this trainer's key: ps.connect(..., keys=DIR) takes a "
     "directory made by `paceline ps keys`",
@@ -108,7 +108,7 @@ class Channel:
 
     def wait_open(self) -> None:
         """Wait until the server has replied for the first time."""
-        self._wait_until(lambda: self._ledger.state is not State.MEETING, "the first answer")
+        self._wait_until(lambda: self._ledger.state is not LedgerState.MEETING, "the first answer")
         with self._lock:
             if self._ledger.is_idle:
                 self._link.use_shm(self._ledger.incarnation)
@@ -254,7 +254,7 @@ class Channel:
     def _handle_event(self, event: LinkEvent) -> None:
         if event in _NO_ENTRY:
             raise self._no_entry(f" {_NO_ENTRY[event]}")
-        if event is LinkEvent.BROKEN and self._ledger.state is not State.MEETING:
+        if event is LinkEvent.BROKEN and self._ledger.state is not LedgerState.MEETING:
             self._ledger.doubt()
             self._send_hello()
 
@@ -281,14 +281,14 @@ class Channel:
         if self._is_closed:
             text = f"{what}: the connection to {server} is closed"
             raise server.error(ServersClosedError, what, text)
-        if ledger.state is State.LOST:
+        if ledger.state is LedgerState.LOST:
             text = (
                 f"{what}: {server} came back without its state: pushes that it had acknowledged "
                 "are gone. Load the last save on a new connection; a server started with --dir "
                 "keeps its state"
             )
             raise server.error(ServerLostError, what, text)
-        if ledger.complaint and ledger.state is State.MEETING:
+        if ledger.complaint and ledger.state is LedgerState.MEETING:
             text = f"{server} does not understand this trainer: {ledger.complaint}"
             raise server.error(ServerRefusedError, what, text, code="wire")
 
@@ -306,7 +306,7 @@ class Channel:
 
     def _too_late(self, what: str, timeout_s: float) -> ServerLostError:
         remedy = self._link.obstacle().text
-        if not remedy and self._ledger.state is State.MEETING:
+        if not remedy and self._ledger.state is LedgerState.MEETING:
             remedy = "is there a server at this address?"
         elif not remedy:
             remedy = "it must be started again with --dir"

@@ -50,8 +50,8 @@ def connect(
     Args:
         addresses: ``ipc://PATH`` or ``tcp://HOST:PORT`` of each, or what ``ps.local`` returned.
         keys: A directory made by ``paceline ps keys``, for tcp.
-        timeout_s: So long is waited for a server, now and later: a server that is started again
-            within this time is not even noticed.
+        timeout_s: How long to wait for a server, now and later. Nobody notices one that is started
+            again within this time.
 
     Raises:
         ServerLostError: A server did not answer.
@@ -194,7 +194,7 @@ class Servers:
         return [answer(channel, pending, timeout_s) for channel, pending in asked]
 
     def ask(self, requests: Sequence[tuple[int, Kind, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-        """Ask single servers; all requests go out before the first answer is waited for."""
+        """Ask single servers; all requests go out before it waits for the first answer."""
         asked = [
             (self.channels[server], ask(self.channels[server], kind, control))
             for server, kind, control in requests

@@ -50,7 +50,7 @@ from paceline.ps.protocol.wire import (
 )
 
 
-class State(enum.Enum):
+class LedgerState(enum.Enum):
     """How a trainer stands with one server."""
 
     MEETING = "meeting"
@@ -101,7 +101,7 @@ class Ledger:
         client: 16 random bytes.
 
     Attributes:
-        state: See :class:`State`.
+        state: See :class:`LedgerState`.
         acknowledged: The highest number that is known to be applied.
         kept_bytes: Of sequenced messages that are not acknowledged.
         max_message_bytes: What the server takes in one frame; None: it did not say.
@@ -110,7 +110,7 @@ class Ledger:
     """
 
     def __init__(self, client: bytes) -> None:
-        self.state = State.MEETING
+        self.state = LedgerState.MEETING
         self.acknowledged = 0
         self.kept_bytes = 0
         self.complaint = ""
@@ -128,7 +128,7 @@ class Ledger:
     def is_idle(self) -> bool:
         """Say whether everything that was asked has been answered, HELLO included."""
         is_welcome = self._welcomed == self._hello
-        return not self._open and is_welcome and self.state is State.OPEN
+        return not self._open and is_welcome and self.state is LedgerState.OPEN
 
     def enter(self, pending: OpenRequest) -> list[Frame]:
         """Note a new request, and give the message to send."""
@@ -148,9 +148,9 @@ class Ledger:
 
     def doubt(self) -> bool:
         """Believe no lookup until the next WELCOME; say whether that is new."""
-        if self.state is not State.OPEN:
+        if self.state is not LedgerState.OPEN:
             return False
-        self.state = State.DOUBTING
+        self.state = LedgerState.DOUBTING
         return True
 
     def abandon(self, pending: OpenRequest) -> None:
@@ -196,7 +196,7 @@ class Ledger:
         if code == "table" and not pending.was_doubted:
             pending.was_doubted = True  # perhaps it has lost its tables: WELCOME tells
             return False
-        return is_next and self.state is State.OPEN
+        return is_next and self.state is LedgerState.OPEN
 
     def _is_next(self, pending: OpenRequest) -> bool:
         if pending.kind in DEFERRED:
@@ -224,12 +224,12 @@ class Ledger:
             return []
         applied = int(control["applied"])
         if applied < self.acknowledged:
-            self.state = State.LOST
+            self.state = LedgerState.LOST
             return []
         is_same = control["incarnation"] == self.incarnation
         self.incarnation = str(control["incarnation"])
         self.max_message_bytes = control.get("max_message_bytes")
-        self.state = State.OPEN
+        self.state = LedgerState.OPEN
         self._welcomed = self._hello
         asked = [each for each in self._open.values() if not (is_same and each.kind in DEFERRED)]
         lost = [each for each in asked if each.request < self._hello]

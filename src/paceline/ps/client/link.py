@@ -34,10 +34,10 @@ from paceline.ps.protocol.settings import IPC
 from paceline.ps.protocol.wire import Frame
 
 _SLICE_MS = 50
-"""A receive returns after so long, with or without a message."""
+"""A receive returns after this long, with or without a message."""
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 500
 _RETRY_S = 5.0
-"""So long after a server gave no shared memory, it is asked again."""
+"""How long after a server gave no shared memory it is asked again."""
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED

@@ -65,7 +65,7 @@ class Refused:
 
 
 def check_refused(channels: Iterable[Channel], what: str) -> None:
-    """Raise if a server has refused a push that nobody was told of yet.
+    """Raise if a server has refused a push and the program has not been told yet.
 
     Raises:
         PushRefusedError: For all servers together.

@@ -18,7 +18,7 @@ from paceline.ps.protocol.shm_ring import (
     GREETING,
     MAGIC,
     OFFER,
-    Handed,
+    RingDescriptors,
     is_possible,
     pair_over,
     shm_listener_path,
@@ -26,7 +26,7 @@ from paceline.ps.protocol.shm_ring import (
 from paceline.ps.protocol.wire import Frame
 
 _OFFER_S = 1.0
-"""So long may a server take to hand out memory; a busy one is asked again later."""
+"""How long a server may take to hand out memory; a busy one is asked again later."""
 
 
 class ShmLink:
@@ -120,11 +120,11 @@ def open_shm_link(address: str, client: bytes) -> ShmLink | None:
     return ShmLink(connection, pair, events, incarnation)
 
 
-def _receive(connection: socket.socket) -> tuple[Handed, int, str]:
-    words, descriptors = receive(connection, OFFER.size, len(Handed._fields))
-    if len(words) == OFFER.size and len(descriptors) == len(Handed._fields):
+def _receive(connection: socket.socket) -> tuple[RingDescriptors, int, str]:
+    words, descriptors = receive(connection, OFFER.size, len(RingDescriptors._fields))
+    if len(words) == OFFER.size and len(descriptors) == len(RingDescriptors._fields):
         magic, capacity, incarnation = OFFER.unpack(words)
         if magic == MAGIC:
-            return Handed(*descriptors), capacity, incarnation.decode("ascii", "replace")
+            return RingDescriptors(*descriptors), capacity, incarnation.decode("ascii", "replace")
     close_all(descriptors)
     raise ConnectionError("the listener was closed, or speaks another version")

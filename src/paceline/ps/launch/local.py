@@ -24,7 +24,7 @@ from paceline.launch.wire import EndPolicy
 from paceline.ps.protocol.settings import GIB, ServerSettings
 
 START_S = 60.0
-"""So long may servers take to answer, importing torch included."""
+"""How long servers may take to answer, importing torch included."""
 _END_S = 15.0
 _PRELOAD = "paceline.ps.launch.supervisor"
 StartMethod = Literal["spawn", "forkserver"]

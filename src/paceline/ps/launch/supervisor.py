@@ -34,7 +34,7 @@ from paceline.ps.server.process import serve, set_up_logging
 log = logging.getLogger("paceline.ps")
 
 END_S = 10.0
-"""So long has a server to take its last snapshot."""
+"""How long a server has to take its last snapshot."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 5.0
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, 0)
 

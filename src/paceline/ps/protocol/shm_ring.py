@@ -26,7 +26,7 @@ the incarnation of the server, as WELCOME tells it."""
 MAGIC = b"PLring1\0"
 
 
-class Handed(NamedTuple):
+class RingDescriptors(NamedTuple):
     """The descriptors of one pair of rings."""
 
     memory: int
@@ -53,7 +53,7 @@ def make_memory() -> int:
     return create_segment("paceline-ps", native.DATA_OFFSET + 2 * CAPACITY)
 
 
-def pair_over(handed: Handed, capacity: int, is_server: bool) -> Any:
+def pair_over(handed: RingDescriptors, capacity: int, is_server: bool) -> Any:
     """One end of the rings in this memory.
 
     Raises:

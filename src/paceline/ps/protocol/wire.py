@@ -69,7 +69,7 @@ Frame = bytes | bytearray | memoryview
 
 
 class WireError(ValueError):
-    """These bytes are no message of this version. The text says why; nobody was hurt."""
+    """These bytes are no message of this version. The text says why. Nothing has changed."""
 
 
 class Kind(enum.IntEnum):

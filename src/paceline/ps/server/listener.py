@@ -8,8 +8,9 @@ for one (``accept`` with EMFILE). So it must not come to that, whatever the serv
 - A thread waits for what libzmq tells of its connections (the socket's monitor). It does nothing
   while nobody comes.
 - When a connection was accepted, it counts descriptors every millisecond until the number stays the
-  same, without the lock of the interpreter, which the server's loop may hold for long
-  (``native/ps/guard.c``; without a native core it counts once for each event).
+  same. It waits and counts without the lock of the interpreter, which the server's loop may hold
+  while hundreds of connections come (``native/ps/guard.c``; without a native core it counts once
+  for each event).
 - When too many are in use, it renames the socket's file: nobody finds it any more, and trainers
   try again. What libzmq may still accept then is the queue of the kernel, ``_BACKLOG``, and what it
   accepted before the thread was awake: the reserve of ``ps/server/descriptors.py`` is for those.
@@ -98,37 +99,49 @@ class SocketFile:
         poller = zmq.Poller()
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._end, zmq.POLLIN)
-        while self._end not in dict(poller.poll(None if self._is_open else _AGAIN_MS)):
-            is_accepted = False
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-                    is_accepted |= event["event"] == zmq.EVENT_ACCEPTED
-                    note(event)
+        while True:
             try:
-                self._turn(is_accepted)
+                self._turn(self._take_events(note))
+                wait_ms = None if self._is_open else _AGAIN_MS
+                if self._is_open and native is not None:
+                    self._guard()
+                    wait_ms = 0
+                if self._end in dict(poller.poll(wait_ms)):
+                    return
             except OSError as error:
                 log.error("the socket %s cannot be renamed: %s", self._path, error)
 
+    def _guard(self) -> None:
+        """Wait for an event, and close the socket file if there is no room.
+
+        The monitor's descriptor tells of an event only after ``_take_events`` has found no more.
+        """
+        limit, events = self._descriptors, self._monitor.getsockopt(zmq.FD)
+        names = map(os.fsencode, (self._path, self._aside))
+        if native.guard(self._end, events, limit.limit, limit.for_connections, *names):
+            self._is_open = False
+            self._say()
+
+    def _take_events(self, note: Callable[[Mapping[str, Any]], None]) -> bool:
+        """Take all events of the monitor; say whether a connection was accepted."""
+        is_accepted = False
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                is_accepted |= event["event"] == zmq.EVENT_ACCEPTED
+                note(event)
+        return is_accepted
+
     def _turn(self, is_accepted: bool) -> None:
-        """Close the socket file if there is no room, open it if there is."""
+        """Open the socket file if there is room; without a native core, also close it."""
         if not self._is_open:
             if not self._descriptors.is_full:
                 self._aside.rename(self._path)
                 self._is_open = True
-        elif is_accepted and self._close_if_full():
+        elif is_accepted and native is None and self._descriptors.is_full:
+            self._path.rename(self._aside)
             self._is_open = False
             self._say()
-
-    def _close_if_full(self) -> bool:
-        if native is not None:
-            names = map(os.fsencode, (self._path, self._aside))
-            limit = self._descriptors
-            return bool(native.guard(self._end, limit.limit, limit.for_connections, *names))
-        if not self._descriptors.is_full:
-            return False
-        self._path.rename(self._aside)
-        return True
 
     def _say(self) -> None:
         now_s = time.monotonic()

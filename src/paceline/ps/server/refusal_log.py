@@ -20,10 +20,8 @@ LINES = 5
 class RefusalLog:
     """Writes the first few refusals of each period."""
 
-    def __init__(self, period_s: float = PERIOD_S, lines: int = LINES) -> None:
+    def __init__(self) -> None:
         self.total = 0
-        self._period_s = period_s
-        self._lines = lines
         self._until_s = 0.0
         self._left = 0
         self._silent = 0
@@ -39,8 +37,8 @@ class RefusalLog:
         now_s = time.monotonic()
         if now_s >= self._until_s:
             self.flush()
-            self._until_s = now_s + self._period_s
-            self._left = self._lines
+            self._until_s = now_s + PERIOD_S
+            self._left = LINES
         if self._left:
             self._left -= 1
             log.warning("%s", text[:600])

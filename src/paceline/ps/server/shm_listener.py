@@ -21,7 +21,7 @@ from paceline.ps.protocol.shm_ring import (
     GREETING,
     MAGIC,
     OFFER,
-    Handed,
+    RingDescriptors,
     make_memory,
     pair_over,
 )
@@ -32,7 +32,7 @@ from paceline.ps.server.private import listen_privately
 MOST = 1024
 """So many trainers may have memory, and as many more may stand in the queue."""
 GREETING_S = 5.0
-"""Who has not said anything for so long is sent away when the next one comes."""
+"""A client that has been silent for this long is sent away when the next one comes."""
 FULL = CAPACITY // 48
 """No more messages than this are in a ring at once."""
 
@@ -181,7 +181,7 @@ class ShmListener:
             undo.callback(os.close, event)
             memory = make_memory()
             try:
-                handed = Handed(memory, self.event, event)
+                handed = RingDescriptors(memory, self.event, event)
                 pair = pair_over(handed, CAPACITY, is_server=True)
                 undo.callback(pair.close)
                 socket.send_fds(connection, [self._offer], handed)

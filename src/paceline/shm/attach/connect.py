@@ -17,7 +17,7 @@ from paceline.shm.attach.connection import Connection
 from paceline.shm.attach.fd_exchange import ExchangeClosedError, FdExchange
 from paceline.shm.attach.handshake import Handshake, SharePlan, slots_bytes
 from paceline.shm.core.arena import aligned
-from paceline.shm.core.members import Member, by_host, describe_self
+from paceline.shm.core.members import GroupMember, by_host, describe_self
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def connect(
             stack.enter_context(FdExchange(me.address, me.token)) if not me.unavailable else None
         )
         answers = gather(me.to_json())
-        members = tuple(Member.from_json(answer, rank) for rank, answer in enumerate(answers))
+        members = tuple(GroupMember.from_json(answer, rank) for rank, answer in enumerate(answers))
         hosts = by_host(members)
         reason = _why_not(members, hosts)
         if reason is not None:
@@ -110,7 +110,7 @@ def _all_do(gather: Gather, step: Callable[[], None]) -> SharingRefusal | None:
     )
 
 
-def _why_not(members: Sequence[Member], hosts: list[list[Member]]) -> str | None:
+def _why_not(members: Sequence[GroupMember], hosts: list[list[GroupMember]]) -> str | None:
     for member in members:
         if member.unavailable:
             return f"rank {member.rank} on {member.hostname}: {member.unavailable}"

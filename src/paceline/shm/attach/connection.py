@@ -15,8 +15,8 @@ from typing import Any
 from paceline.liveness import Deaths
 from paceline.memory.segment import Mapping
 from paceline.shm.core.arena import Arena
-from paceline.shm.core.members import Member
-from paceline.shm.diagnose.status import Status, describe_end, first_cause
+from paceline.shm.core.members import GroupMember
+from paceline.shm.diagnose.status import StatusPages, describe_end, first_cause
 from paceline.shm.diagnose.wait_monitor import WaitMonitor
 
 
@@ -57,13 +57,13 @@ class Connection:
         keep: The mappings that the cores have addresses of.
     """
 
-    members: tuple[Member, ...]
-    local: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
+    local: tuple[GroupMember, ...]
     hosts: tuple[tuple[int, ...], ...]
     index: int
     arena: Arena
     cores: tuple[Any, ...]
-    status: Status
+    status: StatusPages
     monitor: WaitMonitor
     pidfds: Descriptors
     deaths: Deaths

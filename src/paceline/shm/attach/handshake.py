@@ -18,9 +18,9 @@ from paceline.native.extension import native
 from paceline.shm.attach.connection import Connection, Descriptors
 from paceline.shm.attach.fd_exchange import Deadline, FdExchange, FdExchangeClient
 from paceline.shm.core.arena import Arena, aligned
-from paceline.shm.core.members import Member
+from paceline.shm.core.members import GroupMember
 from paceline.shm.core.pages import PAGE_BYTES, Pages
-from paceline.shm.diagnose.status import Status
+from paceline.shm.diagnose.status import StatusPages
 from paceline.shm.diagnose.wait_monitor import WaitMonitor
 
 SLOT_BYTES = 1 << 20
@@ -41,14 +41,14 @@ def slots_bytes() -> int:
 class SharePlan:
     """Where this rank stands among all, and what it wants to share."""
 
-    members: tuple[Member, ...]
-    hosts: list[list[Member]]
+    members: tuple[GroupMember, ...]
+    hosts: list[list[GroupMember]]
     rank: int
     channels: int
     heap_offset: int
 
     @property
-    def local(self) -> list[Member]:
+    def local(self) -> list[GroupMember]:
         return next(host for host in self.hosts if self.members[self.rank] in host)
 
     @property
@@ -56,7 +56,7 @@ class SharePlan:
         return self.local.index(self.members[self.rank])
 
     @property
-    def me(self) -> Member:
+    def me(self) -> GroupMember:
         return self.members[self.rank]
 
     @property
@@ -159,7 +159,7 @@ class Handshake:
             for channel in range(plan.channels)
         )
         kept = tuple(fd for fd in watched if fd >= 0)
-        status = Status(pages)
+        status = StatusPages(pages)
         monitor = WaitMonitor(_key(plan.local[0]), tuple(plan.local), cores, status)
         self.connection = Connection(
             members=plan.members,
@@ -208,7 +208,7 @@ class Handshake:
         self._owned.clear()
 
 
-def _key(leader: Member) -> str:
+def _key(leader: GroupMember) -> str:
     """Name a connection, the same on all of its ranks; not by a secret."""
     return hashlib.sha256(leader.address.encode()).hexdigest()[:16]
 

@@ -16,7 +16,6 @@ import pickle
 import sys
 import threading
 import time
-import types
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from paceline.containers import tensors_in
+from paceline.observe.stall.places import walk_out
 from paceline.torch_private.profiler import replace_flight_dumps
 
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -47,7 +47,7 @@ UNRECORDED = frozenset({"send", "recv", "recv_anysource"})
 
 
 @dataclass
-class Entry:
+class FlightEntry:
     """One collective: what ``torchfrtrace`` asks of an entry, and how to learn its state."""
 
     record: dict[str, Any]
@@ -78,11 +78,11 @@ class FlightRecorder:
     """The latest collectives of all Paceline groups of this process."""
 
     def __init__(self, size: int) -> None:
-        self._entries: deque[Entry] = deque(maxlen=size)
+        self._entries: deque[FlightEntry] = deque(maxlen=size)
         self._numbers = itertools.count()
         self._groups: dict[str, dict[str, str]] = {}
 
-    def record(self, group: Any, method: str, args: tuple[Any, ...]) -> Entry | None:
+    def record(self, group: Any, method: str, args: tuple[Any, ...]) -> FlightEntry | None:
         """Note that a group begins a collective."""
         if method in UNRECORDED:
             return None
@@ -93,7 +93,7 @@ class FlightRecorder:
             self._groups[name] = {"name": name, "desc": text, "ranks": ranks}
         outputs = list(tensors_in(args[0])) if args else []
         inputs = outputs if method in IN_PLACE else list(tensors_in(args[1]))
-        entry = Entry(
+        entry = FlightEntry(
             {
                 "record_id": next(self._numbers),
                 "pg_id": int(name) if name.isdigit() else 0,
@@ -144,13 +144,14 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 def _frames() -> list[dict[str, Any]]:
     """Return the stack of the caller, without ours."""
-    found: list[dict[str, Any]] = []
-    frame: types.FrameType | None = sys._getframe(4)
-    while frame is not None and len(found) < MAX_FRAMES:
-        code = frame.f_code
-        found.append({"name": code.co_name, "filename": code.co_filename, "line": frame.f_lineno})
-        frame = frame.f_back
-    return found
+    return [
+        {
+            "name": frame.f_code.co_name,
+            "filename": frame.f_code.co_filename,
+            "line": frame.f_lineno,
+        }
+        for frame in itertools.islice(walk_out(sys._getframe(4)), MAX_FRAMES)
+    ]
 
 
 def _wanted_size() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import (
@@ -25,10 +24,11 @@ from paceline.liveness.lost_peers import CONNECTION_CLOSED, NO_LONGER
 from paceline.native.extension import native
 from paceline.observe.stall.last_seen import last_seen
 from paceline.printable import printable
+from paceline.processes import state_letter
 from paceline.shm.core.dtypes import describe_request, is_behind
-from paceline.shm.core.members import Member
+from paceline.shm.core.members import GroupMember
 from paceline.shm.core.pages import Field
-from paceline.shm.diagnose.status import Status, describe_end, first_cause
+from paceline.shm.diagnose.status import StatusPages, describe_end, first_cause
 
 MISMATCH = "Detected mismatch between collectives on ranks"
 """As torch says it with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
@@ -47,9 +47,9 @@ class ChannelView:
     """
 
     core: Any
-    members: Sequence[Member]
+    members: Sequence[GroupMember]
     index: int
-    status: Status
+    status: StatusPages
     deaths: Deaths
 
     @property
@@ -83,7 +83,7 @@ def group_over_error(view: ChannelView, what: str) -> CollectiveError:
         return _damaged(me, what)
     if end == native.END_MISMATCH:
         return _deadlocked(view, by, about, what)
-    who = "this rank" if by == index else _name(members[by])
+    who = "this rank" if by == index else str(members[by])
     text = (
         f"Rank {me}: {what} was given up, because the group was aborted by {who} "
         f"(abort() was called, or it was interrupted). {NO_LONGER}"
@@ -136,20 +136,18 @@ def lost_error(view: ChannelView, about: int, what: str) -> PeerLostError:
     lost, row = view.members[index], view.core.row(index)
     how = describe_end(view.status, index, row)
     text = (
-        f"Rank {view.rank}: {what} cannot be completed, because {_name(lost)} {how}\n"
+        f"Rank {view.rank}: {what} cannot be completed, because {lost} {how}\n"
         f"{_doing(row)}{last_seen(lost.pid)} {CONNECTION_CLOSED} {NO_LONGER}"
     )
     return PeerLostError(text, rank=lost.rank, host=lost.hostname, pid=lost.pid, operation=what)
 
 
 def _timed_out(
-    core: Any, members: Sequence[Member], me: int, by: int, about: int, what: str
+    core: Any, members: Sequence[GroupMember], me: int, by: int, about: int, what: str
 ) -> CollectiveTimeoutError:
     rows = [core.row(index) for index in range(len(members))]
     missing = [i for i, row in enumerate(rows) if is_behind(row, rows[by])] or [about]
-    told = "\n".join(
-        f"  {_name(members[i])}{_state(members[i].pid)}: {_doing(rows[i])}" for i in missing
-    )
+    told = "\n".join(f"  {members[i]}{_state(members[i].pid)}: {_doing(rows[i])}" for i in missing)
     waiter = "it" if members[by].rank == me else f"rank {members[by].rank}"
     text = (
         f"Rank {me}: {what} was given up. Timed out waiting: {waiter} had waited until the "
@@ -162,7 +160,7 @@ def _timed_out(
 
 
 def _mismatch(
-    members: Sequence[Member], index: int, operation: Any, what: str
+    members: Sequence[GroupMember], index: int, operation: Any, what: str
 ) -> CollectiveMismatchError:
     differ = operation.mismatch()
     a, b = members[differ.first].rank, members[differ.second].rank
@@ -186,10 +184,6 @@ def _mismatch(
     return CollectiveMismatchError(text, rank=b, operation=what)
 
 
-def _name(member: Member) -> str:
-    return f"rank {member.rank} (pid {member.pid} on {member.hostname})"
-
-
 def _doing(row: Any) -> str:
     ago_s = (time.monotonic_ns() - row.since_ns) / 1e9
     what = describe_request(row.request)
@@ -201,8 +195,5 @@ def _doing(row: Any) -> str:
 
 def _state(pid: int) -> str:
     """Say if a process is stopped or has ended; most are asleep, which tells nothing."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ", ended"
-    return {"T": ", stopped", "t": ", stopped by a debugger", "Z": ", ended"}.get(state, "")
+    told = {"": ", ended", "T": ", stopped", "t": ", stopped by a debugger", "Z": ", ended"}
+    return told.get(state_letter(pid), "")

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.native.extension import native
 from paceline.printable import printable
 from paceline.shm.core.pages import Field, Pages
-from paceline.shm.diagnose.status import Status
+from paceline.shm.diagnose.status import StatusPages
 from paceline.shm.diagnose.thread_location import ThreadLocation, locate_thread
 from paceline.torch_private.groups import registered_name
 
@@ -53,7 +53,7 @@ class PeerQueries:
         subject: The c10d group for which the ranks share memory, if there is one; not kept alive.
     """
 
-    def __init__(self, status: Status, cores: Sequence[Any]) -> None:
+    def __init__(self, status: StatusPages, cores: Sequence[Any]) -> None:
         self._status = status
         self._pages: Pages = status.pages
         self._cores = cores

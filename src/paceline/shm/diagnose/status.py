@@ -21,11 +21,11 @@ from paceline import exit_reason
 from paceline.exit_reason import ExitReason
 from paceline.native.extension import native
 from paceline.printable import printable
-from paceline.shm.core.members import Member
+from paceline.shm.core.members import GroupMember
 from paceline.shm.core.pages import Field, Pages
 
 
-class How(enum.Enum):
+class EndKind(enum.Enum):
     """In which way a rank ends."""
 
     EXCEPTION = "exception"
@@ -46,13 +46,13 @@ class Ending:
         at_ns: When, by CLOCK_MONOTONIC, which ranks of a host have in common.
     """
 
-    how: How
+    how: EndKind
     text: str
     lost_pid: int
     at_ns: int
 
 
-class Status:
+class StatusPages:
     """What the ranks of a host say about themselves; this rank's own are written here."""
 
     def __init__(self, pages: Pages) -> None:
@@ -66,7 +66,7 @@ class Status:
         if not reason.text and self._has_raised:
             return  # the end of the program adds nothing to the exception
         self._has_raised |= bool(reason.text)
-        how = How.EXCEPTION if reason.text else How.EXIT
+        how = EndKind.EXCEPTION if reason.text else EndKind.EXIT
         value = {"how": how.value, "pid": reason.lost_pid, "at": time.monotonic_ns()}
         self.pages.write(Field.ENDING, value | {"text": reason.text})
 
@@ -85,13 +85,13 @@ class Status:
         if value is None:
             return None
         try:
-            how, numbers = How(value.get("how")), (int(value["pid"]), int(value["at"]))
+            how, numbers = EndKind(value.get("how")), (int(value["pid"]), int(value["at"]))
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
         return Ending(how, printable(value.get("text", "")), *numbers)
 
 
-def first_cause(status: Status, members: Sequence[Member], about: int) -> int:
+def first_cause(status: StatusPages, members: Sequence[GroupMember], about: int) -> int:
     """Follow the loss of one rank to the rank that it began with: [Note: first cause]."""
     by_pid = {member.pid: index for index, member in enumerate(members)}
     seen = {about}
@@ -104,7 +104,7 @@ def first_cause(status: Status, members: Sequence[Member], about: int) -> int:
     return about
 
 
-def describe_end(status: Status, index: int, row: Any) -> str:
+def describe_end(status: StatusPages, index: int, row: Any) -> str:
     """Say how a rank that is gone came to its end, and where to look further.
 
     Args:
@@ -114,7 +114,7 @@ def describe_end(status: Status, index: int, row: Any) -> str:
     """
     is_alive, is_closed = row.is_alive, row.life == native.LIFE_CLOSED
     ending = status.ending(index)
-    if ending is not None and ending.how is How.EXCEPTION:
+    if ending is not None and ending.how is EndKind.EXCEPTION:
         left = "has left the group" if is_alive else "has died"
         return f"{left} after an exception: {ending.text}"
     if ending is not None or (is_closed and not is_alive):

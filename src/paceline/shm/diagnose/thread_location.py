@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.exit_reason import is_library
+from paceline.observe.stall.places import walk_out
 from paceline.torch_private.groups import (
     C10D_FILE,
     collectives_started,
@@ -106,14 +107,14 @@ def uses_c10d_elsewhere(ident: int) -> bool:
     """Say whether another thread than this one is inside of ``torch.distributed``."""
     frames = sys._current_frames()
     return any(
-        any(_is_c10d(frame) for frame in _walk(innermost))
+        any(_is_c10d(frame) for frame in walk_out(innermost))
         for other, innermost in frames.items()
         if other != ident
     )
 
 
 def _describe(innermost: FrameType) -> ThreadLocation:
-    frames = list(_walk(innermost))
+    frames = list(walk_out(innermost))
     library = []
     for frame in frames:
         if not is_library(frame.f_code.co_filename):
@@ -167,13 +168,6 @@ def _needs(name: str, arguments: dict[str, Any]) -> str:
 def _own_rank() -> int:
     group = default_group_or_none()
     return int(group.rank()) if group is not None else -1
-
-
-def _walk(innermost: FrameType) -> Any:
-    frame: FrameType | None = innermost
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_c10d(frame: FrameType) -> bool:

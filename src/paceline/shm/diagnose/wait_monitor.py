@@ -33,11 +33,11 @@ from paceline.liveness.wait_log import WaitLog
 from paceline.native.extension import native
 from paceline.printable import printable
 from paceline.shm.core.dtypes import describe_request, is_behind
-from paceline.shm.core.members import Member
+from paceline.shm.core.members import GroupMember
 from paceline.shm.core.pages import Field
 from paceline.shm.diagnose.deadlock import Evidence, find_deadlock
 from paceline.shm.diagnose.queries import Answer, PeerQueries
-from paceline.shm.diagnose.status import Status
+from paceline.shm.diagnose.status import StatusPages
 from paceline.shm.diagnose.thread_location import locate_thread, uses_c10d_elsewhere
 
 logger = logging.getLogger("paceline")
@@ -73,7 +73,7 @@ class WaitMonitor:
     _open: ClassVar[weakref.WeakValueDictionary[str, WaitMonitor]] = weakref.WeakValueDictionary()
 
     def __init__(
-        self, key: str, members: Sequence[Member], cores: Sequence[Any], status: Status
+        self, key: str, members: Sequence[GroupMember], cores: Sequence[Any], status: StatusPages
     ) -> None:
         self.key = key
         self.members = members
@@ -253,8 +253,7 @@ class WaitMonitor:
         wait.log.tell(self.members[self.index].rank, what, waited_s, describe)
 
     def _describe(self, peer: int, row: Any, answer: Answer | None) -> str:
-        member = self.members[peer]
-        who = f"rank {member.rank} (pid {member.pid} on {member.hostname})"
+        who = self.members[peer]
         if row.life == native.LIFE_WORKING:
             return f"{who} is in this collective, too, but slow"
         ago_s = (time.monotonic_ns() - row.since_ns) / 1e9

@@ -76,14 +76,14 @@ def _disturbed(contender: str, args: argparse.Namespace) -> Result:
     problem = why_not(contender)
     if problem:
         return Result(contender, [], [], problem, [])
-    found: list[kills.Kill] = []
+    found: list[kills.MeasuredKill] = []
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as name,
         RoundBar(f"{contender}: kills", args.kills) as bar,
     ):
         folder = Path(name)
 
-        def on_kill(kill: kills.Kill) -> None:
+        def on_kill(kill: kills.MeasuredKill) -> None:
             found.append(kill)
             bar.advance(f"next step after {kill.next_step_s:.2f} s")
 

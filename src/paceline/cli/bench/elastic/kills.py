@@ -35,7 +35,7 @@ class StepNote:
 
 
 @dataclass(frozen=True)
-class Kill:
+class MeasuredKill:
     """One kill, and what followed.
 
     Attributes:
@@ -74,8 +74,8 @@ def disturb(
     ranks: int,
     kills: int,
     limit_s: float,
-    on_kill: Callable[[Kill], None],
-) -> list[Kill]:
+    on_kill: Callable[[MeasuredKill], None],
+) -> list[MeasuredKill]:
     """Kill so many ranks; each when all are there and have trained since the last.
 
     Raises:
@@ -122,7 +122,7 @@ def _wait_followed(
     alive: dict[int, int],
     victim: int,
     limit_s: float,
-) -> Kill:
+) -> MeasuredKill:
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s and launcher.poll() is None:
         time.sleep(_LOOK_S)
@@ -132,7 +132,9 @@ def _wait_followed(
     raise GaveUpError(_how(launcher, "it did not go on after a kill", limit_s))
 
 
-def what_followed(notes: list[StepNote], at_s: float, alive: set[int], victim: int) -> Kill | None:
+def what_followed(
+    notes: list[StepNote], at_s: float, alive: set[int], victim: int
+) -> MeasuredKill | None:
     """What came after a kill; None as long as not all of it is there."""
     before = [n for n in notes if n.at_s <= at_s]
     epoch = max((n.epoch for n in before), default=0)
@@ -141,7 +143,7 @@ def what_followed(notes: list[StepNote], at_s: float, alive: set[int], victim: i
     if not after or not new:
         return None
     reached = max((n.step for n in notes if n.epoch == epoch and n.pid != victim), default=0)
-    return Kill(
+    return MeasuredKill(
         at_s,
         victim,
         after[0].at_s - at_s,

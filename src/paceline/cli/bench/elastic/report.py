@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.bench.elastic.contenders import OURS, OURS_SPARE
-from paceline.cli.bench.elastic.kills import Kill, StepNote, samples_per_s
+from paceline.cli.bench.elastic.kills import MeasuredKill, StepNote, samples_per_s
 from paceline.cli.bench.elastic.overhead import COMMIT_LIMIT_US, STEP_LIMIT, Overhead
 from paceline.cli.bench.elastic.script import BATCH
 from paceline.cli.bench.harness import plot, report
@@ -38,7 +38,7 @@ class Result:
     """
 
     contender: str
-    kills: list[Kill]
+    kills: list[MeasuredKill]
     notes: list[StepNote]
     problem: str
     phases: list[Phases]
@@ -49,7 +49,7 @@ class Result:
         return values[min(len(values) - 1, int(share * len(values)))]
 
 
-def read_phases(folder: Path, kills: Sequence[Kill]) -> list[Phases]:
+def read_phases(folder: Path, kills: Sequence[MeasuredKill]) -> list[Phases]:
     """Match the launcher's record of each change with the kill before it."""
     path = folder / "run" / "membership.jsonl"
     if not path.exists():

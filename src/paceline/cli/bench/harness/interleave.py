@@ -81,25 +81,6 @@ def time_step(model: nn.Module, batch: Any) -> Cost:
     return watch.read()
 
 
-def time_forward(model: nn.Module, batch: Any) -> Cost:
-    """Only the forward; the backward runs too."""
-    model.zero_grad(set_to_none=True)
-    watch = Stopwatch()
-    loss = loss_of(model, batch)
-    cost = watch.read()
-    loss.backward()
-    return cost
-
-
-def time_backward(model: nn.Module, batch: Any) -> Cost:
-    """Only the backward."""
-    model.zero_grad(set_to_none=True)
-    loss = loss_of(model, batch)
-    watch = Stopwatch()
-    loss.backward()
-    return watch.read()
-
-
 def mean_over_ranks(per_rank: Sequence[Samples]) -> Samples:
     """Average what the ranks measured for the same step.
 

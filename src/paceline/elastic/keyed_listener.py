@@ -23,13 +23,13 @@ from paceline.errors import MembershipError
 logger = logging.getLogger("paceline.elastic")
 
 HEAR_S = 20.0
-"""So long may a newcomer take for the handshake and its first message."""
+"""How long a newcomer may take for the handshake and its first message."""
 MAX_HEARD = 64
 
 Admit = Callable[[dict[str, Any], Connection], None]
 
 
-class Door:
+class KeyedListener:
     """Lets newcomers in who know the key.
 
     Args:

@@ -15,7 +15,7 @@ from paceline.errors import MembershipError
 MAX_UNHEARD = 100_000
 
 
-class Channel:
+class NumberedMessages:
     """One direction's unconfirmed messages, and how far the other direction has been heard.
 
     Attributes:
