@@ -80,11 +80,13 @@ wheel: $(VENV)/.installed-dev ## an sdist and a manylinux wheel in dist/, tried 
 	$(BIN)/python -m pytest tests/packaging
 	@ls dist
 
+# With another Python, too: make test-torch VERSION=2.15.0 PYTHON=python3.13
+OTHER := build/torch-$(VERSION)$(patsubst %,-%,$(filter-out python3,$(notdir $(PYTHON))))
 test-torch: $(VENV)/.installed-dev iproute2 ## the tests with another torch: make test-torch VERSION=2.15.0
 	@test -n "$(VERSION)" || { echo 'which torch? make test-torch VERSION=2.15.0'; exit 2; }
-	test -x build/torch-$(VERSION)/bin/python || $(PYTHON) -m venv build/torch-$(VERSION)
-	build/torch-$(VERSION)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e ".[dev]"
-	build/torch-$(VERSION)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e ".[dev]"
+	$(OTHER)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,11 +1,13 @@
-"""Lets Lightning start ranks by fork and by spawn, which pickles our strategy. Prints what ran."""
+"""Lets Lightning start ranks by fork and by spawn, which pickles our strategy."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 
@@ -20,6 +22,14 @@ class Module(BoringModel):
         wrapper: Any = self.trainer.strategy.model
         found = f"{dist.get_backend()} {dist.get_world_size()} {type(wrapper).__module__}"
         (self.folder / f"rank{dist.get_rank()}").write_text(found)
+
+
+def train(fabric: Any, folder: Path) -> None:
+    """What Fabric's ``launch(function)`` calls in each process that it starts."""
+    model = fabric.setup(torch.nn.Linear(2, 1))
+    fabric.backward(model(torch.full((1, 2), 2.0 + 2.0 * fabric.global_rank)).sum())
+    gradient = model.module.weight.grad.tolist()
+    (folder / f"rank{fabric.global_rank}").write_text(f"{dist.get_backend()} {gradient}")
 
 
 def main(folder: Path) -> None:
@@ -37,6 +47,9 @@ def main(folder: Path) -> None:
             enable_model_summary=False,
         )
         trainer.fit(Module(folder / start))
+    (folder / "fabric").mkdir()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="paceline_spawn")
+    fabric.launch(train, folder / "fabric")
 
 
 if __name__ == "__main__":

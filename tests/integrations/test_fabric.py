@@ -132,6 +132,26 @@ def save_and_resume(side: Side) -> Curve:
 
 
 @table
+def save_before_and_after_setup(side: Side) -> Curve:
+    """A file of either kind can be loaded into a module with and without its wrapper."""
+    fabric = start(side)
+    module = make()
+    paths = [os.path.join(side.folder, name) for name in ("before.ckpt", "after.ckpt")]
+    fabric.save(paths[0], {"model": module})
+    model, optimizer = prepared(fabric, module)
+    fabric.save(paths[1], {"model": model})
+    losses = train(fabric, model, optimizer, epochs=1)
+    for target in (model, make()):
+        for path in paths:
+            with torch.no_grad():
+                for parameter in target.parameters():
+                    parameter.zero_()
+            fabric.load(path, {"model": target})
+            assert all(map(torch.equal, target.parameters(), make().parameters()))
+    return Curve(model, losses)
+
+
+@table
 def find_unused_parameters(side: Side) -> Curve:
     fabric = start(side, "_find_unused_parameters_true")
     model, optimizer = prepared(fabric, make(branch=True))

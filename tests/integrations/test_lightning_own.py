@@ -132,6 +132,35 @@ def test_synced_norms_on_cpu_and_the_backend_is_ours() -> None:
         assert backend == "paceline"
 
 
+BACKENDS = [
+    ("cpu", None, "paceline"),
+    ("cpu", "gloo", "gloo"),
+    ("cpu", "another", "another"),
+    ("cuda:0", None, "nccl"),
+    ("cuda:0", "gloo", "gloo"),
+]
+
+
+def backends() -> list[list[str]]:
+    """Whose group a strategy makes, for each device and what was asked for."""
+    from paceline.integrations.lightning import DDPStrategy, FabricDDPStrategy
+
+    return [
+        [
+            made(
+                parallel_devices=[torch.device(device)], process_group_backend=asked
+            )._get_process_group_backend()
+            for device, asked, _ in BACKENDS
+        ]
+        for made in (DDPStrategy, FabricDDPStrategy)
+    ]
+
+
+def test_the_group_is_ours_on_cpus_unless_another_is_asked_for() -> None:
+    (found,) = run_ranks(1, backends, timeout_s=DEADLINE_S)
+    assert found == [[expected for _, _, expected in BACKENDS]] * 2
+
+
 def counting_hook(state: list[int], bucket: Any) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -166,6 +195,8 @@ def unused() -> str:
 def test_unused_parameters_keep_their_names() -> None:
     for text in on_ranks(unused):
         assert "forgotten.weight" in text
+        # What Lightning's own tests look for.
+        assert "It looks like your LightningModule has parameters that were not used in" in text
         assert "paceline_find_unused_parameters_true" in text
 
 
@@ -211,3 +242,5 @@ def test_lightning_starts_ranks(tmp_path: Path) -> None:
         for rank in range(RANKS):
             found = (tmp_path / start / f"rank{rank}").read_text()
             assert found == "paceline 2 paceline.ddp.wrapper", start
+    gradients = [(tmp_path / "fabric" / f"rank{rank}").read_text() for rank in range(RANKS)]
+    assert gradients == ["paceline [[3.0, 3.0]]"] * RANKS  # the mean of 2 and 4

@@ -210,6 +210,36 @@ def save_and_resume(side: Side) -> Curve:
 
 
 @table
+def sharded_optimizer(side: Side) -> Curve:
+    """ZeRO's state comes together for the checkpoint."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class Sharded(module_class()):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return ZeroRedundancyOptimizer(self.net.parameters(), torch.optim.AdamW, lr=0.01)
+
+    path = os.path.join(side.folder, "sharded.ckpt")
+    module = Sharded()
+    run = trainer(side, max_epochs=1)
+    run.fit(module, batches())
+    run.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)["optimizer_states"][0]["state"]
+    assert len(saved) == len(list(module.net.parameters()))
+    return module.curve(*(saved[index]["exp_avg"] for index in sorted(saved)))
+
+
+@table
+def ignored_buffer(side: Side) -> Curve:
+    """Lightning hands on which names the wrapper leaves alone: each rank keeps its own mean."""
+    name = "net.first.1.running_mean"
+    module = new()
+    module._ddp_params_and_buffers_to_ignore = [name]
+    curve = fit(side, module)
+    curve.more.append(dict(module.named_buffers())[name])
+    return curve
+
+
+@table
 def callbacks(side: Side) -> Curve:
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -264,6 +294,24 @@ def torchmetrics(side: Side) -> Curve:
     run = trainer(side)
     run.fit(module, batches())
     return module.curve(run.callback_metrics["accuracy"])
+
+
+@table
+def gather_and_reduce(side: Side) -> Curve:
+    class Gathers(module_class()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.gathered: list[torch.Tensor] = []
+
+        def on_train_epoch_end(self) -> None:
+            last = self.losses[-1]
+            self.gathered.append(self.all_gather(last))
+            self.gathered.append(self.trainer.strategy.reduce(last.clone(), reduce_op="mean"))
+
+    module = Gathers()
+    trainer(side).fit(module, batches())
+    assert [part.numel() for part in module.gathered] == [2, 1, 2, 1]
+    return module.curve(*module.gathered)
 
 
 @table

@@ -33,16 +33,20 @@ VOCABULARY = 64
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Counting sequences: something a tiny language model learns within some steps."""
 
-    def __init__(self, samples: int = 48) -> None:
+    def __init__(self, samples: int = 48, *, is_ragged: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
         starts = torch.randint(VOCABULARY, (samples, 1), generator=generator)
         self.tokens = (starts + torch.arange(12)) % VOCABULARY
+        self.labels = self.tokens.clone()
+        if is_ragged:  # the loss leaves out what is -100
+            lengths = torch.randint(2, 12, (samples, 1), generator=generator)
+            self.labels[torch.arange(12) >= lengths] = -100
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
 def gpt() -> Any:
@@ -98,6 +102,7 @@ def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
 
     reset()
     callbacks = options.pop("callbacks", [])
+    data = options.pop("data", None) or Sequences()
     settings = {
         "output_dir": side.folder,
         "use_cpu": True,
@@ -116,7 +121,7 @@ def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
     made = side.choose(transformers.Trainer, Trainer)(
         model=model or gpt(),
         args=transformers.TrainingArguments(**settings),
-        train_dataset=Sequences(),
+        train_dataset=data,
         eval_dataset=Sequences(20),
         callbacks=[recorder, *callbacks],
     )
@@ -137,6 +142,18 @@ def plain(side: Side) -> Curve:
 @table
 def accumulate(side: Side) -> Curve:
     return train(side, gradient_accumulation_steps=3)
+
+
+@table
+def tokens_are_averaged_over_ranks(side: Side) -> Curve:
+    """Ranks have different numbers of tokens; the Trainer divides by those of all (34242)."""
+    options = {"average_tokens_across_devices": True, "gradient_accumulation_steps": 2}
+    return train(side, data=Sequences(is_ragged=True), **options)
+
+
+@table
+def data_loader_workers(side: Side) -> Curve:
+    return train(side, dataloader_num_workers=2, num_train_epochs=1)
 
 
 @table

@@ -54,6 +54,24 @@ def unused_on_one_rank(name: str) -> list[str]:
     return said
 
 
+# --- a rank with fewer batches -------------------------------------------------------------------
+
+
+def fewer_batches(name: str) -> list[str]:
+    """Rank 1's loader is shorter by one; then all sum up a metric, in the default group."""
+    group = dist.new_group(timeout=GROUP_TIMEOUT)
+    model = wrapper(name)(nn.Linear(3, 2), process_group=group)
+    said = []
+    for _ in range(3 - dist.get_rank()):
+        try:
+            model(torch.ones(2, 3)).sum().backward()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    dist.all_reduce(torch.ones(1))
+    return said
+
+
 # --- join() and a hook for buffers ---------------------------------------------------------------
 
 

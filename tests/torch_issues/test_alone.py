@@ -29,6 +29,25 @@ class TestUnusedOnOneRank:
             assert "rank 1: head.weight, head.bias" in said[0]
 
 
+class TestFewerBatches:
+    """33148, 38174; Lightning 20404."""
+
+    @pytest.mark.slow  # until the group's time-out
+    def test_torch_waits_for_the_time_out(self) -> None:
+        waits, others = run_ranks(2, alone.fewer_batches, "torch", timeout_s=120)
+        assert others == waits[:2] == ["nothing"] * 2
+        assert re.search("DistBackendError|Timed out|RuntimeError", waits[2])
+        assert "join" not in waits[2], "it would name the way out"
+
+    def test_ours_names_both_calls_and_the_way_out(self) -> None:
+        told, others = run_ranks(2, alone.fewer_batches, "paceline", timeout_s=120)
+        assert others == told[:2] == ["nothing"] * 2
+        assert told[2].startswith("CollectiveMismatchError")
+        assert "in torch.distributed.all_reduce of group" in told[2]
+        assert told[2].count("alone.py:") == 2
+        assert "with ddp.join():" in told[2]
+
+
 class TestBufferHookInJoin:
     """65436."""
 

@@ -24,6 +24,13 @@ else:
     Base = object
 
 
+# Begins as Lightning's own message, which programs look for.
+UNUSED_IN_LIGHTNING = (
+    "It looks like your LightningModule has parameters that were not used in a training_step's "
+    "loss. If that is intended: strategy='paceline_find_unused_parameters_true'."
+)
+
+
 class _GroupMixin(Base):
     """On CPUs the process group is ours, unless ``process_group_backend`` says otherwise."""
 
@@ -88,7 +95,6 @@ class TrainerMixin(_GroupMixin):
         self.model.register_comm_hook(self._ddp_comm_state, hook)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add Lightning's words for the remedy; Lightning's own would hide the names."""
+        """Add Lightning's phrase and the remedy; Lightning's own text would hide the names."""
         if isinstance(exception, UnusedParametersError) and exception.args:
-            remedy = "In Lightning: strategy='paceline_find_unused_parameters_true'."
-            exception.args = (f"{exception.args[0]} {remedy}", *exception.args[1:])
+            exception.args = (f"{exception.args[0]} {UNUSED_IN_LIGHTNING}", *exception.args[1:])
