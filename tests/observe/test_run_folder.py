@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import ConfigurationError
 from paceline.observe.masked import masked
-from paceline.observe.run_folder import RunFolder, RunInfo, find_run, write_private
+from paceline.observe.run_folder import RunFolder, RunInfo, find_run, open_private, write_private
 
 INFO = RunInfo("a", ("train.py",), 2, 1, 4242, 1000.0, {})
 
@@ -113,6 +113,20 @@ def test_nobody_reads_it_before_it_is_private(
     monkeypatch.setattr("os.fchmod", lambda *_: None)
     write_private(tmp_path / "failure.txt", "")
     assert mode(tmp_path / "failure.txt") == 0o600
+
+
+def test_a_link_leads_nowhere_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """PACELINE_RUN_DIR may be a folder that others can write into."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "failure.txt").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        write_private(tmp_path / "failure.txt", "who was it")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_private(tmp_path / "failure.txt", os.O_APPEND)
+    assert (tmp_path / "precious").read_text() == "precious"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device"):
+        open_private(tmp_path / "pipe", 0)
 
 
 class TestLatest:

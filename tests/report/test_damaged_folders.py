@@ -54,7 +54,7 @@ hostile = st.one_of(
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(doctor, "_ANSWER_WAIT_S", 0.0)
 
 
 @pytest.fixture(scope="module")

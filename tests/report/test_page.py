@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,19 +16,10 @@ from paceline.report.analysis import Analysis, analyse
 from paceline.report.page import REPORT_SCRIPTS, asset, render_report
 from paceline.report.phases import Phase
 from paceline.report.wording import duration, headline, percent
+from tests.report.browser import CHROMIUM, launched
 from tests.report.histories import START_NS, Delay, Job, make_run
 
-CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 JOB = Job(
     steps=120,
@@ -47,11 +37,9 @@ JOB = Job(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (PyPI)")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    pytest.importorskip("playwright.sync_api", reason="needs playwright (PyPI)")
+    with launched() as found:
         yield found
-        found.close()
 
 
 class Opened:

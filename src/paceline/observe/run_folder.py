@@ -35,6 +35,12 @@ RECORD_AS = "PACELINE_RECORD_AS"
 """The environment variable with the number that names a rank's files, where that is not its rank:
 in an elastic job ranks change, and files do not."""
 
+WHO_RECORDS = (
+    "Paceline's DDP records, from the first wrapper on; a script with torch's DDP needs `paceline "
+    "run --patch`"
+)
+"""For whoever looks for records and finds none."""
+
 RUNS = Path("paceline-runs")
 """Where ``paceline run`` puts run folders, below the working directory."""
 
@@ -175,13 +181,26 @@ class RunFolder:
             return None
 
 
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file to write into it; if it is new, nobody else can read it.
+
+    PACELINE_RUN_DIR may name a folder that others can write into: a link that leads to another
+    file is refused, and a pipe that nobody reads is not waited for.
+
+    Raises:
+        OSError: It cannot be written, or is a link.
+    """
+    safe = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, safe | flags, 0o600)
+
+
 def write_private(path: Path, text: str) -> None:
     """Write a file that nobody else can read at any moment, whatever the umask.
 
     Raises:
         OSError: It cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = open_private(path, os.O_TRUNC)
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
         os.fchmod(descriptor, 0o600)  # it was there, or the umask takes the owner's rights
         file.write(text)

@@ -152,6 +152,6 @@ def headline(comparison: Comparison) -> str:
         return "Steps take as long as before: the difference is within the noise."
     parts = [each for each in comparison.changes[1:8] if each.verdict is step.verdict]
     most = max(parts, key=lambda each: abs(each.after_ms - each.before_ms), default=None)
-    word = step.verdict.value
-    text = f"Steps are {abs(1 - step.ratio):.0%} {word}".replace("%", " %")
+    word = "less" if step.verdict is Verdict.FASTER else "more"
+    text = f"A step takes {abs(1 - step.ratio):.0%} {word} time".replace("%", " %")
     return f"{text}, most of it in {most.name}." if most else f"{text}."

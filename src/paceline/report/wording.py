@@ -14,6 +14,7 @@ SHORT_CAUSES = {
     Cause.TOO_MANY_THREADS: "there are more threads than cores",
     Cause.PAGING: "pages come from disk",
     Cause.DATA_LOADER: "it waits for its data loader",
+    Cause.BETWEEN_STEPS: "a checkpoint, an evaluation or logging, perhaps",
     Cause.MORE_WORK: "it computes more than the others",
     Cause.BLOCKED: "it sleeps, or waits for something outside",
 }
@@ -48,6 +49,8 @@ def headline(analysis: Analysis) -> str:
     if exposed >= MUCH:
         return f"{percent(exposed)} of each step is communication that backward does not hide."
     usual = duration(analysis.times.p50)
+    if len(analysis.ranks) == 1:
+        return f"One rank, which waits for nobody: {usual} a step."
     return f"Nobody holds the others up: {usual} a step, and all ranks keep pace."
 
 
@@ -83,9 +86,20 @@ def warnings(analysis: Analysis) -> list[str]:
             "No optimizer was seen, so its time counts as input: Paceline sees subclasses of "
             "torch.optim.Optimizer."
         )
-    loud = (event for event in analysis.events if _is_loud(event, analysis))
-    found += [f"Rank {event.rank}: {event.text}" for event in loud]
-    return found
+    return found + _of_events([event for event in analysis.events if _is_loud(event, analysis)])
+
+
+def _of_events(events: list[Event]) -> list[str]:
+    """What several ranks say alike, such as who stalls, is told once."""
+    by_text: dict[str, list[Event]] = {}
+    for event in events:
+        by_text.setdefault(event.text.lower(), []).append(event)
+    told = []
+    for same in by_text.values():
+        ranks = sorted({event.rank for event in same})
+        who = f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        told.append(f"{who}: {same[0].text}")
+    return told
 
 
 def _of_state(analysis: Analysis) -> list[str]:

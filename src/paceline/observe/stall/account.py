@@ -12,6 +12,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.observe.run_folder import open_private
 from paceline.observe.untrusted import MAKES_NO_SENSE, MAX_PID, read_fields
 
 MAX_FILE_BYTES = 1 << 18
@@ -56,6 +57,7 @@ class Account:
         collective: The collective that it is in; '' if none.
         is_waiting: It does nothing but wait for other ranks.
         is_compiling: torch.compile is at work.
+        is_evaluating: It is in a forward of no step.
         awaited: What the step waits for here: a bucket and its parameters.
         collectives: The latest ones, newest first.
         locks: Threads that wait for locks, in words; '' if none does.
@@ -70,6 +72,7 @@ class Account:
     collective: str = ""
     is_waiting: bool = False
     is_compiling: bool = False
+    is_evaluating: bool = False
     awaited: str = ""
     collectives: tuple[str, ...] = ()
     locks: str = ""
@@ -88,7 +91,7 @@ def write_json(path: Path, value: Account | WatchInfo) -> None:
 def write_text(path: Path, text: str) -> None:
     """The same for text."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = open_private(draft, os.O_TRUNC)
     try:
         with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
