@@ -162,7 +162,7 @@ def late(_: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "input", "evaluation"])
-def test_patience_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Path) -> None:
+def test_how_long_it_waits_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     found = run_ranks(2, learned, kind, folder, env={"PACELINE_RUN_DIR": folder})
     assert found == [kind == "forward"] * 2

@@ -17,7 +17,7 @@ from paceline.exit_reason import is_library
 from paceline.observe.run_folder import open_private
 from paceline.observe.stall.account import MAX_STACK, WatchInfo
 from paceline.observe.stall.places import own_frame
-from paceline.observe.stall.processes import catches_signal, signal_thread
+from paceline.observe.stall.processes import catches_signal, has_signal, signal_thread
 
 _MAX_FILE_BYTES = 1 << 20
 _WAIT_S = 1.0
@@ -75,8 +75,10 @@ def ask_all_stacks(asked: Sequence[tuple[WatchInfo, Path]]) -> list[str]:
     while open_ones and time.monotonic() < until_s:
         time.sleep(_PAUSE_S)
         for number in sorted(open_ones):
-            last, texts[number] = texts[number], _read_from(asked[number][1], sizes[number] or 0)
-            if texts[number] and texts[number] == last:  # it has stopped growing
+            watch, path = asked[number]
+            is_writing = has_signal(watch.pid, watch.thread, watch.signal)  # before it is read
+            texts[number] = _read_from(path, sizes[number] or 0)
+            if texts[number] and not is_writing:
                 open_ones.remove(number)
     return texts
 
