@@ -24,10 +24,10 @@ JOB = Job(
         Delay(1, Phase.INPUT, 900.0, steps=lambda step: step % 170 == 50),
     ),
 )
-# Width, height and colours of what is shown, and by what it is made smaller.
+# Width of the window and its colours; what is shown of it: from where on, width and height.
 SHOTS = {
-    "report-1600.png": (1600, 3025, "light", 0.8),
-    "report-400.png": (400, 1760, "dark", 1.0),
+    "report-1600.png": (1600, "light", 160, 1280, 2420),
+    "report-400.png": (400, "dark", 0, 400, 1760),
 }
 
 
@@ -36,16 +36,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, launched() as browser:
         page_file = Path(folder, "report.html")
         page_file.write_text(render_report(analyse(make_run(JOB, name="my-run"))))
-        for name, (width, height, scheme, scale) in SHOTS.items():
+        for name, (window, scheme, x, width, height) in SHOTS.items():
             context = browser.new_context(
-                viewport={"width": width, "height": 900},
-                color_scheme=scheme,
-                device_scale_factor=scale,
+                viewport={"width": window, "height": 900}, color_scheme=scheme
             )
             page = context.new_page()
             page.goto(page_file.as_uri())
             page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
-            clip = {"x": 0, "y": 0, "width": width, "height": height}
+            clip = {"x": x, "y": 0, "width": width, "height": height}
             page.screenshot(path=DOCS / name, full_page=True, clip=clip)
             context.close()
             print(DOCS / name)

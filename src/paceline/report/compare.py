@@ -25,6 +25,7 @@ MIN_BLOCKS = 5
 # Differences below these are not worth a word, however certain they are.
 MIN_RATIO = 0.01
 MIN_MS = 0.01
+SEVERAL = 2.0  # from this ratio on it is told as times, not as percent
 SHOWN_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
@@ -154,4 +155,6 @@ def headline(comparison: Comparison) -> str:
     most = max(parts, key=lambda each: abs(each.after_ms - each.before_ms), default=None)
     word = "less" if step.verdict is Verdict.FASTER else "more"
     text = f"A step takes {abs(1 - step.ratio):.0%} {word} time".replace("%", " %")
+    if step.ratio >= SEVERAL:
+        text = f"A step takes {step.ratio:.3g} times as long"
     return f"{text}, most of it in {most.name}." if most else f"{text}."

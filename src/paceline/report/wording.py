@@ -68,10 +68,11 @@ def _culprit(suspect: Suspect) -> str:
     return f"{text}; {cause}." if cause else f"{text}."
 
 
-def warnings(analysis: Analysis) -> list[str]:
+def warnings(analysis: Analysis, *, is_failure_told: bool = False) -> list[str]:
     """Return what a reader must know, the most important first."""
     found = list(analysis.problems)
-    found += _of_state(analysis)
+    if not is_failure_told:
+        found += _of_state(analysis)
     if analysis.first_step > 2:
         found.append(
             f"Records keep the newest steps only: this is about steps {analysis.first_step} to "
@@ -108,7 +109,12 @@ def _of_state(analysis: Analysis) -> list[str]:
     if analysis.state is RunState.STOPPED:
         return ["A rank is gone and did not say why: it was killed, or its host went down."]
     if analysis.state is RunState.FAILED:
-        return ["The run failed." + (f" {analysis.failure}" if analysis.failure else "")]
+        first, *_ = analysis.failure.splitlines() or [""]
+        return [
+            f"The run failed: {first.removeprefix('paceline run: ')}"
+            if first
+            else "The run failed."
+        ]
     return []
 
 
@@ -162,10 +168,10 @@ def quiet_events(analysis: Analysis) -> tuple[list[Event], list[Event]]:
 
 
 def _is_loud(event: Event, analysis: Analysis) -> bool:
-    """A step that was given up because a rank of an elastic job had died is no news."""
+    """A step that was given up because another rank had died is no news if that is told."""
     is_consequence = event.text.startswith(("GroupAbortedError", "PeerLostError"))
     went_on = any(change.epoch and change.at_s >= event.at_s for change in analysis.membership)
-    return event.kind in LOUD and not (is_consequence and went_on)
+    return event.kind in LOUD and not (is_consequence and (went_on or analysis.failure))
 
 
 def membership_summary(analysis: Analysis) -> str:

@@ -48,7 +48,7 @@ class StepChart {
       scales: { x: { time: false }, ms: { range: (_, __, most) => [0, this.limit(most) || 1] } },
       axes: [
         { ...axis, incrs: STEPS, splits: (_, __, low, high, every) => this.ticks(low, high, every), values: (_, places) => places.map((place) => (Number.isInteger(place) ? number(place) : "")) },
-        { ...axis, scale: "ms", size: 62, values: (_, values) => values.map((value) => (value ? showMs(value * 1000) : "0")) },
+        { ...axis, scale: "ms", size: 66, values: (_, values) => values.map((value) => (value ? showMs(value * 1000).replace(/\.0+ /, " ") : "0")) },
         { ...axis, scale: "loss", side: 1, size: 56, grid: { show: false } },
       ].slice(0, hasLoss ? 3 : 2),
       series: [
