@@ -19,7 +19,7 @@ DEADLINE_S = 240.0
 class ScriptJob(Job):
     """As ``paceline run`` has it, but for the process that ranks are forked from."""
 
-    def _fork_server(self) -> contextlib.AbstractContextManager[ForkServer]:
+    def _served(self) -> contextlib.AbstractContextManager[ForkServer]:
         self.deadline_s = time.monotonic() + DEADLINE_S
         return contextlib.nullcontext(shared_fork_server())
 

@@ -103,10 +103,13 @@ def catches_signal(pid: int, signal_number: int) -> bool:
     """Say whether a process has a handler for a real-time signal: else it would die of it."""
     if not signal.SIGRTMIN <= signal_number <= signal.SIGRTMAX:  # others mean something else
         return False
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
-    return False
+    return "SigCgt" in _signal_sets(f"/proc/{pid}/status", signal_number)
+
+
+def has_signal(pid: int, thread: int, signal_number: int) -> bool:
+    """Say whether a signal waits for a thread, or its handler runs: it is blocked meanwhile."""
+    found = _signal_sets(f"/proc/{pid}/task/{thread}/status", signal_number)
+    return not found.isdisjoint({"SigPnd", "ShdPnd", "SigBlk"})
 
 
 def signal_thread(pid: int, thread: int, signal_number: int) -> bool:
@@ -118,6 +121,13 @@ def signal_thread(pid: int, thread: int, signal_number: int) -> bool:
             return True
         return False
     return bool(ctypes.CDLL(None).syscall(number, pid, thread, signal_number) == 0)
+
+
+def _signal_sets(status: str, signal_number: int) -> set[str]:
+    """The sets of a process or thread that a signal is in, by the names of their lines."""
+    lines = [line.split() for line in _read(status).splitlines() if line.startswith(("Sig", "Shd"))]
+    bit = 1 << (signal_number - 1)
+    return {name.rstrip(":") for name, mask in lines if name != "SigQ:" and int(mask, 16) & bit}
 
 
 def _stat(pid: int) -> list[str]:

@@ -53,7 +53,7 @@ hostile = st.one_of(
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_ANSWER_WAIT_S", 0.0)
 
 
@@ -164,6 +164,15 @@ def test_any_numbers_with_right_checksums(
         history = RankHistory(replace(info, buckets=tuple(buckets)), status, steps, tuple(notes))
         write_history(history, RunFolder(folder).events(info.rank), 1 << 20)
     run_all(folder)
+
+
+@pytest.mark.parametrize(("later", "loss"), [(1 << 60, 1.0), (-(1 << 60), 1.0), (0, 1.7e308)])
+def test_numbers_that_a_page_has_no_room_for(tmp_path: Path, later: int, loss: float) -> None:
+    folder = RunFolder(tmp_path)
+    for history in simulate(Job(ranks=2, steps=6)):
+        steps = [replace(each, step=each.step + later, loss=loss) for each in history.steps]
+        write_history(replace(history, steps=steps), folder.events(history.info.rank), 1 << 20)
+    run_all(tmp_path)
 
 
 @pytest.mark.parametrize("world", [-1, 10**18])

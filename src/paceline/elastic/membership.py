@@ -315,7 +315,8 @@ class Membership(Roster):
             return []
         stay = [who for who in self._staying() if who.state is not MemberState.STARTING]
         ended_s = self._ended_s if self._ended_s is not None else self.now_s
-        if len(stay) < self.policy.ranks and self._is_held():
+        is_held = self._lost_s is not None and self.now_s < self._lost_s + self.policy.hold_s
+        if len(stay) < self.policy.ranks and is_held:
             return []
         if inside and not any(who.is_clean for who in inside):
             return self._fail(
@@ -339,9 +340,6 @@ class Membership(Roster):
                 f"for {self.policy.wait_s:g} s"
             )
         return []
-
-    def _is_held(self) -> bool:
-        return self._lost_s is not None and self.now_s < self._lost_s + self.policy.hold_s
 
     def _begin_first(self, waiting: list[Member]) -> list[Action]:
         actions = [*self._begin(waiting), *self._fork_spares()]

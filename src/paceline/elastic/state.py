@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,7 @@ class State:
         ]
         self._wrapper_state = WrapperState(self.wrappers)
         self._kept = Kept(self._modules, self._optimizers, self._parts, self._wrapper_state)
-        self._seen_steps = self._reduced_steps()
+        self._seen_steps = _reduced_steps(self.wrappers)
         self._kept.keep(self._values())
         self._weigh()
 
@@ -144,7 +144,7 @@ class State:
         if isinstance(self.sampler, BatchCursor):
             self._pieces.check_complete(self.sampler)
         self.commits += 1
-        steps = self._reduced_steps()
+        steps = _reduced_steps(self.wrappers)
         if self.sampler is not None:
             self.sampler.advance(steps - self._seen_steps if batches is None else batches)
         self._seen_steps = steps
@@ -202,7 +202,7 @@ class State:
         if self.is_clean:
             for name, value in self._kept.put_back().items():
                 setattr(self, name, value)
-        self._seen_steps = self._reduced_steps()
+        self._seen_steps = _reduced_steps(self.wrappers)
 
     # --- checkpoints ------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str], *, keep: int = 2, wait: bool = False) -> None:
@@ -304,7 +304,7 @@ class State:
             if wrapper.reducer is not None:
                 runner = wrapper.reducer.runner
                 runner.counters.steps = runner._first_step = step
-        self._seen_steps = self._reduced_steps()
+        self._seen_steps = _reduced_steps(self.wrappers)
 
     def copy_from(self, source: int, step: int) -> None:
         """Take the whole state of a rank; that rank gives it. Collective.
@@ -323,7 +323,7 @@ class State:
     def _after_copy(self) -> None:
         self._stepped.clear()
         self.is_whole = True
-        self._seen_steps = self._reduced_steps()
+        self._seen_steps = _reduced_steps(self.wrappers)
         self._kept.look_again()
         self._kept.keep(self._values())
         self._weigh()
@@ -361,10 +361,6 @@ class State:
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _reduced_steps(self) -> int:
-        counts = [w.reducer.counters.steps for w in self.wrappers[:1] if w.reducer is not None]
-        return sum(counts)
-
     def _on_step(self, number: int, *_: Any) -> None:
         self._stepped.add(number)
 
@@ -389,6 +385,10 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
         optimizer = optimizer.optim  # type: ignore[attr-defined]
     return optimizer
+
+
+def _reduced_steps(wrappers: Sequence[DistributedDataParallel]) -> int:
+    return sum(w.reducer.counters.steps for w in wrappers[:1] if w.reducer is not None)
 
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:

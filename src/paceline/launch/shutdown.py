@@ -41,11 +41,11 @@ def on_terminate(limit_s: float) -> list[TimedSignal]:
     return [TimedSignal(0.0, signal.SIGTERM), TimedSignal(limit_s, signal.SIGKILL)]
 
 
-def on_failure(patience_s: float, limit_s: float) -> list[TimedSignal]:
+def on_failure(wait_s: float, limit_s: float) -> list[TimedSignal]:
     """A rank has failed. The others may find out by themselves, and say what they know."""
     return [
-        TimedSignal(patience_s, signal.SIGTERM),
-        TimedSignal(patience_s + limit_s, signal.SIGKILL),
+        TimedSignal(wait_s, signal.SIGTERM),
+        TimedSignal(wait_s + limit_s, signal.SIGKILL),
     ]
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import RecordsError
+from paceline.observe.private_file import open_private
 from paceline.observe.untrusted import MAKES_NO_SENSE, read_bounded
 
 MAX_BYTES = 32 << 20
@@ -73,7 +74,7 @@ class ChecksumWriter:
             }
         )
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            descriptor = open_private(self.path, os.O_APPEND)
             with os.fdopen(descriptor, "a") as file:
                 file.write(line + "\n")
                 size = file.tell()

@@ -36,6 +36,12 @@ RECORD_AS = "PACELINE_RECORD_AS"
 """The environment variable with the number that names a rank's files, where that is not its rank:
 in an elastic job ranks change, and files do not."""
 
+WHO_RECORDS = (
+    "Paceline's DDP records, from the first wrapper on; a script with torch's DDP needs `paceline "
+    "run --patch`"
+)
+"""For whoever looks for records and finds none."""
+
 RUNS = Path("paceline-runs")
 """Where ``paceline run`` puts run folders, below the working directory."""
 

@@ -88,8 +88,8 @@ def _pack(rank: int, steps: Sequence[JobStep], origin_ns: int, buckets: int) -> 
     begins = [each.record.began_ns for each in mine]
     gaps = [begin - before for before, begin in zip([origin_ns, *begins], begins, strict=False)]
     columns: list[Iterable[int]] = [
-        [step.number for step in steps],
-        [step.key[0] for step in steps],
+        [_limit(step.number) for step in steps],
+        [_limit(step.key[0]) for step in steps],
         [_limit(gap // 1000) for gap in gaps],
         *([_since(each.record, getattr(each.record, name)) for each in mine] for name in STAMPS),
         [_limit(each.lost_ns // 1000) for each in mine],
@@ -126,7 +126,8 @@ def _limit(value: int) -> int:
 def _loss(step: JobStep) -> float | None:
     """The mean of the ranks that gave one, to 6 digits."""
     given = [each.record.loss for each in step.ranks.values() if math.isfinite(each.record.loss)]
-    return float(f"{sum(given) / len(given):.6g}") if given else None
+    mean = sum(given) / len(given) if given else math.nan
+    return float(f"{mean:.6g}") if math.isfinite(mean) else None
 
 
 def to_script_json(value: Any) -> str:

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.exit_reason import is_library
+from paceline.observe.private_file import open_private
 from paceline.observe.stall.account import MAX_STACK, WatchInfo
 from paceline.observe.stall.places import own_frame
-from paceline.processes import catches_signal, signal_thread
+from paceline.processes import catches_signal, has_signal, signal_thread
 
 _MAX_FILE_BYTES = 1 << 20
 _WAIT_S = 1.0
@@ -34,8 +35,7 @@ class StackWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
-        self._file = open(os.open(path, flags, 0o600), "w")  # noqa: SIM115
+        self._file = open(open_private(path, os.O_APPEND | os.O_TRUNC), "w")  # noqa: SIM115
         self.signal = _free_signal()
         if self.signal:
             faulthandler.register(self.signal, file=self._file, all_threads=True, chain=False)
@@ -75,8 +75,10 @@ def ask_all_stacks(asked: Sequence[tuple[WatchInfo, Path]]) -> list[str]:
     while open_ones and time.monotonic() < until_s:
         time.sleep(_PAUSE_S)
         for number in sorted(open_ones):
-            last, texts[number] = texts[number], _read_from(asked[number][1], sizes[number] or 0)
-            if texts[number] and texts[number] == last:  # it has stopped growing
+            watch, path = asked[number]
+            is_writing = has_signal(watch.pid, watch.thread, watch.signal)  # before it is read
+            texts[number] = _read_from(path, sizes[number] or 0)
+            if texts[number] and not is_writing:
                 open_ones.remove(number)
     return texts
 
