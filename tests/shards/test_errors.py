@@ -144,6 +144,17 @@ def threads() -> None:
 
 
 @check
+def deterministic_algorithms_that_are_switched_off() -> None:
+    ddp = DDP(small(), shards=4)
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(ConfigurationError, match="has been switched off"):
+        next(ddp.shards(rows(ddp)))
+    step(DDP(small(), shards=Shards(4, deterministic=False)))
+    torch.use_deterministic_algorithms(True)
+    step(ddp)
+
+
+@check
 def settings_differ() -> None:
     with pytest.raises(ModelMismatchError, match="shards"):
         DDP(small(), shards=Shards(4, seed=dist.get_rank()))
@@ -220,6 +231,52 @@ def some_weighted() -> None:
 
 
 @check
+def nothing_comes_of_a_weight_of_zero() -> None:
+    """NaN in a shard that counts nothing, the last of its rank or not."""
+    for bad in range(4):
+        ddp = DDP(small(), shards=4, nonfinite="raise")
+        owned = ddp.shard_shares.owned
+        for shard, micro in zip(owned, ddp.shards(rows(ddp)), strict=True):
+            with ddp.weighted(int(shard != bad)):
+                ddp(micro * (torch.nan if shard == bad else 1.0)).sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in ddp.parameters())
+
+
+class MomentumEncoder(nn.Module):
+    """Moves a frozen copy of its layer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 2)
+        self.key = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        return self.query(x) + self.key(x)
+
+
+class Renormalised(nn.Module):
+    """``max_norm`` writes to the weight in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2, max_norm=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x[:, 0].long())
+
+
+@check.each((MomentumEncoder, "key.weight, key.bias"), (Renormalised, "table.weight"))
+def a_forward_that_changes_parameters(case: tuple[Any, str]) -> None:
+    torch.manual_seed(0)
+    ddp = DDP(case[0](), shards=4)
+    with pytest.raises(ConfigurationError, match=f"a forward of this round has changed {case[1]}"):
+        step(ddp)
+
+
+@check
 def copies() -> None:
     """A copy of a wrapper has a loop of its own."""
     ddp = DDP(small(), shards=4)
@@ -255,6 +312,17 @@ def a_loop_over_shards_that_need_each_other() -> None:
     with torch.no_grad():
         ddp(torch.ones(2, 4))  # an evaluation, over the ranks
     assert ddp.shard_round == 2
+
+
+@check
+def shards_in_turns_with_hooks_on_gradients() -> None:
+    ddp = synced()
+    handles = [p.register_post_accumulate_grad_hook(lambda _: None) for p in ddp.parameters()]
+    with pytest.raises(ConfigurationError, match="hooks on parameters' gradients and a SyncBatch"):
+        run_all(ddp)
+    for handle in handles:
+        handle.remove()
+    run_all(ddp)
 
 
 @check
