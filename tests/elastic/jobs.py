@@ -35,7 +35,7 @@ class JobOnSharedServer(ElasticJob):
     hurries: Callable[[list[int]], bool] | None = None
     is_late = False
 
-    def _fork_server(self) -> contextlib.AbstractContextManager[ForkServer]:
+    def _served(self) -> contextlib.AbstractContextManager[ForkServer]:
         self.deadline_s = time.monotonic() + DEADLINE_S
         return contextlib.nullcontext(shared_fork_server())
 

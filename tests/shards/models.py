@@ -57,6 +57,19 @@ class SyncedWords(nn.Module):
         return self.norm(self.words(x)) + self.gated(x)
 
 
+class SyncedFirst(nn.Module):
+    """A SyncBatchNorm whose input has a gradient in some shards only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.norm = paceline.nn.SyncBatchNorm(16)
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(self.first(x) if x[0, 0].item() > 0 else x))
+
+
 class Words(nn.Module):
     """Embeddings with sparse gradients."""
 

@@ -23,6 +23,7 @@ from tests.shards.models import (
     Oddities,
     Small,
     Synced,
+    SyncedFirst,
     SyncedWords,
     Transformer,
     Words,
@@ -145,6 +146,7 @@ CASES = {
     "synced words": Case(
         SyncedWords, sgd, {"find_unused_parameters": True}, shards=7, in_turns=True
     ),
+    "synced first": Case(SyncedFirst, adamw, {"find_unused_parameters": True}, in_turns=True),
     "synced bf16": Case(Synced, sgd, clips=True, hook="bf16_compress_hook", in_turns=True),
     "fp16": Case(mlp, sgd, is_weighted=True, hook="fp16_compress_hook"),
     # A factor of 1 / 11 or 1 / 3 must be rounded alike wherever it is applied.
