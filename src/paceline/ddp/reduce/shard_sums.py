@@ -27,11 +27,11 @@ from paceline.config import NonFinite, ReducePolicy, Shards
 from paceline.ddp.agree.control import ControlBlock
 from paceline.ddp.agree.nonfinite import is_finite
 from paceline.ddp.agree.reports import FailureKind
-from paceline.ddp.reduce.shard_parts import LaidOutParts
 from paceline.ddp.reduce.sparse import empty_sparse
 from paceline.ddp.reduce.step import Step, report_failure
 from paceline.errors import ConfigurationError
 from paceline.shards.cast import CastSum, cast_all, cast_flat
+from paceline.shards.parts import LaidOutParts
 from paceline.shards.sums import (
     PIECE,
     Gradients,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.ddp.reduce.shard_parts import LaidOutParts
+from paceline.shards.parts import LaidOutParts
 from paceline.shards.tree import Shares
 
 SHAPES = [((2, 3), (3, 1)), ((4,), (1,)), ((3, 4), (1, 3)), ((), ()), ((2, 2, 2), (4, 1, 2))]

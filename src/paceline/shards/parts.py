@@ -1,8 +1,8 @@
 """Lays a rank's parts out as a bucket is, for their exchange: piece by piece, from left to right.
 
-Made by ``shard_sums.py`` for each bucket. A piece lies in memory that is used again and again, and
-gradients are let go of as soon as they have been laid out: no further set of them builds up,
-however large a bucket is.
+Made by ``ddp/reduce/shard_sums.py`` for each bucket. A piece lies in memory that is used again and
+again, and gradients are let go of as soon as they have been laid out: no further set of them builds
+up, however large a bucket is.
 """
 
 from __future__ import annotations
