@@ -9,6 +9,7 @@ Made by ``paceline run`` (or by whoever sets PACELINE_RUN_DIR), read by ``paceli
       rank0.log             what rank 0 wrote to stdout and stderr
       rank0.events          its records (ring.py)
       rank0.checksums       of a training over shards (checksum_file.py)
+      rank0.1.checksums     the same for a second wrapper with shards
       membership.jsonl      an elastic job's epochs: who, why, how long each phase took
       failure.txt           the block that says who failed first, if somebody did
       stall-1.txt           a stall report, if there was one
