@@ -23,7 +23,7 @@ ARGS   ?=
 # What the native core is built from: when it changes, the package is installed anew.
 NATIVE := setup.py $(wildcard src/paceline/native/*.[ch] src/paceline/native/*/*.[ch])
 
-.PHONY: help demo test test-all test-slow test-alone test-torch wheel lint types unit conformance bench soak docs clean iproute2 chromium launchers contenders compiler
+.PHONY: help demo test test-all test-slow test-alone test-torch wheel lint types unit conformance bench soak docs screenshots clean iproute2 chromium launchers contenders compiler
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -71,6 +71,9 @@ soak: $(VENV)/.installed-dev ## elastic jobs whose ranks are killed at random (S
 docs: $(VENV)/.installed-docs ## the docs as web pages, in build/docs; a warning fails
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
+
+screenshots: $(VENV)/.installed-dev chromium ## the pictures of the report's page in docs/
+	$(BIN)/python -m tests.report.screenshots
 
 wheel: $(VENV)/.installed-dev ## an sdist and a manylinux wheel in dist/, tried without a compiler
 	$(INSTALL) ".[wheel]"

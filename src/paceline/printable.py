@@ -5,8 +5,12 @@ Called wherever a peer's words, or those of a file, are shown. Must not know who
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+_STYLES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Colours and movements of the cursor, as terminals take them."""
 
 SHOWN_CHARACTERS = 2000
 """How much of a text is shown, if nothing else is said."""
@@ -31,3 +35,10 @@ def size_text(size_bytes: float) -> str:
             break
         size_bytes /= 1024
     return f"{size_bytes:.3g} {unit}"
+
+
+def printable_line(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    """The same for one line of a program's output, without its colours; says what is left out."""
+    plain = _STYLES.sub("", text)
+    more = f" ... ({len(plain) - limit} more characters)" if len(plain) > limit else ""
+    return printable(plain, limit) + more

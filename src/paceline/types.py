@@ -32,7 +32,13 @@ class ShardExchange(Protocol):
     """How a SyncBatchNorm talks to all logical shards, while a wrapper runs them in turns.
 
     The wrapper sets it on every such layer (``over_shards``) for a round.
+
+    Attributes:
+        always_sums: Call :meth:`sum` in every backward, though an input needs no gradient: that of
+            another shard may.
     """
+
+    always_sums: bool
 
     @property
     def is_first(self) -> bool:

@@ -84,6 +84,18 @@ def test_examples_of_the_command_itself() -> None:
         parsers()[command].parse_args(shlex.split(line)[1 + len(command.split()) :])
 
 
+def test_nobody_reads_the_help() -> None:
+    """``paceline --help | true``: no complaint of Python."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "paceline", "--help"]
+    try:
+        done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, timeout=DEADLINE_S)
+    finally:
+        os.close(writer)
+    assert done.stderr == b""
+
+
 def start(line: str, folder: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "paceline", *shlex.split(line)[1:]]
     return subprocess.Popen(
@@ -105,7 +117,8 @@ def finish(process: subprocess.Popen[str], line: str) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     # 1: it did what was asked, and the result is not as hoped (a demo of 2 epochs).
-    assert process.returncode in (0, 1), f"{line}\n{output}"
+    may_be_1 = line.split()[1] in ("demo", "verify", "doctor")
+    assert process.returncode in ((0, 1) if may_be_1 else (0,)), f"{line}\n{output}"
     assert "Traceback" not in output, f"{line}\n{output}"
 
 

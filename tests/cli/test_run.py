@@ -259,7 +259,7 @@ def test_a_killed_fork_server_leaves_nobody(tmp_path: Path) -> None:
         (["--nnodes", "1:3", "train.py"], "needs --elastic"),
         (["--nnodes", "1:", "train.py"], "or MIN:MAX; not 1:"),
         (["--elastic", "--nnodes", "3:2", "train.py"], "must not decrease"),
-        (["--elastic", "--nnodes", "2", "--rdzv-endpoint", "n", "train.py"], "needs --job-key"),
+        (["--elastic", "--nnodes", "2", "--master-addr", "127.0.0.1", "x"], "needs --job-key"),
         (["--elastic", "--lease", "9", "train.py"], "--lease is for several hosts"),
         (["--elastic", "--job-key", "k", "train.py"], "--job-key is for several hosts"),
         (["--lease", "9", "train.py"], "--lease needs --elastic"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.cli.run import _ranks
-from paceline.launch.environment import job_environ
+from paceline.cli.run import _ranks, add_arguments, make_plan
+from paceline.elastic import member_process, protocol
+from paceline.launch.environment import OF_A_MEMBER, job_environ
+from paceline.observe.run_folder import RECORD_AS
 from paceline.observe.stall.start import MIN_STALL_S, read_stall_after
 from tests.cli.launched import launch
 
@@ -30,12 +33,33 @@ TWO = ["--nnodes", "2"]
         (["--rdzv-endpoint", "n:"], "--rdzv-endpoint is HOST:PORT"),
         ([*TWO, "--rdzv-endpoint", "n:0"], "with a port from 1 to 65535; not n:0"),
         (["--master-addr", "n:x"], "--master-addr is HOST:PORT"),
+        (["--standalone", *TWO], "--standalone is one host, which needs no endpoint: leave it out"),
+        (["--standalone", "--rdzv-endpoint", "n:1"], "--standalone is one host"),
+        (["--nnodes", "3", "--rdzv-endpoint", "192.0.2.1:1"], "this one has a number from 1 to 2"),
     ],
 )
 def test_where_hosts_meet(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *words, "train.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (["--standalone", "--rdzv-backend", "c10d"], 0),
+        (["--rdzv-endpoint", "192.0.2.1:1"], 0),  # one host has no other number
+        ([*TWO, "--rdzv-endpoint", "127.0.0.1:1"], 0),
+        ([*TWO, "--rdzv-endpoint", "192.0.2.1:1", "--rdzv-backend", "c10d"], 1),
+        (["--nnodes", "3", "--rdzv-endpoint", "127.0.0.1:1"], 0),
+        ([*TWO, "--rdzv-endpoint", "127.0.0.1:1", "--node-rank", "1"], 1),
+    ],
+)
+def test_torchruns_words_do_not_say_which_host_this_is(words: list[str], number: int) -> None:
+    """192.0.2.1 is nobody's (RFC 5737)."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert make_plan(parser.parse_args([*words, "train.py"])).hosts.number == number
 
 
 @pytest.mark.parametrize("value", ["0", "0.05"])
@@ -59,6 +83,18 @@ def test_threads_are_cores_by_ranks(
     assert job_environ(ranks, "run", {}, {})["OMP_NUM_THREADS"] == threads
     assert job_environ(ranks, "run", {}, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert _ranks("auto") == _ranks("cpu") == cores
+
+
+def test_a_rank_of_an_elastic_job_may_start_a_job() -> None:
+    """Its ranks are none of the outer job: they have records of their own."""
+    told = {
+        *(RECORD_AS, member_process.MEMBER_PID, protocol.ATTEMPT),
+        *(protocol.DIRECTORY, protocol.MEMBER, protocol.HOSTS),
+    }
+    assert told == OF_A_MEMBER
+    found = job_environ(1, "run", {}, dict.fromkeys(told, "1") | {"PACELINE_ELASTIC_X": "kept"})
+    assert not told & found.keys()
+    assert found["PACELINE_ELASTIC_X"] == "kept"
 
 
 SHOWS = "import sys, os; print(sys.argv[1:], os.environ['OMP_NUM_THREADS'])"

@@ -42,6 +42,7 @@ class HostJob:
     plan: dict[str, Any]
     options: tuple[str, ...] = ()
     ranks: int = 1
+    script: Path = SCRIPT
 
     def __post_init__(self) -> None:
         (self.folder / "out").mkdir()
@@ -61,7 +62,7 @@ class HostJob:
         )
         words = ["--elastic", "-n", str(self.ranks), "--nnodes", "2", "--node-rank", str(number)]
         words += ["--rdzv-endpoint", "10.77.0.1:29438", "--lease", str(LEASE_S), "--hold", "0"]
-        words += ["--run-dir", f"run{self.starts}-{number}", *self.options, str(SCRIPT), "out"]
+        words += ["--run-dir", f"run{self.starts}-{number}", *self.options, str(self.script), "out"]
         words.append(json.dumps(self.plan))
         self.launchers[number] = self.hosts._namespaces[number].call(
             lambda: start(*words, cwd=self.folder, env=env)

@@ -1,4 +1,4 @@
-"""A training script as people write it, with one thing wrong on rank 1: the name is in FAULT.
+"""A training script as people write it, with one thing wrong, FAULT, on one rank, CULPRIT or 1.
 
 Knows nothing of Paceline but the wrapper. Run by test_faults.py on ranks that fork, and by hand:
 
@@ -27,12 +27,13 @@ from paceline import DistributedDataParallel as DDP
 
 STEPS, AT, LONG_S = 12, 5, 8.0
 FAULT = os.environ["FAULT"]
+CULPRIT = int(os.environ.get("CULPRIT", "1"))
 step = 0
 
 
 def is_here(fault: str) -> bool:
     """Whether this is the place, the rank and the step; notes when it happens."""
-    here = fault == FAULT and step == AT and dist.get_rank() == 1
+    here = fault == FAULT and step == AT and dist.get_rank() == CULPRIT
     if here:
         with (
             contextlib.suppress(FileExistsError),  # it happens once for each sample of a batch

@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import ConfigurationError
 from paceline.launch import memory_events, shutdown
 from paceline.launch.failure import RankEnd, find_failure
+from paceline.launch.local_ranks import crash_place
 from paceline.launch.output import LogFile, RankStream
 from paceline.launch.screen import Screen
 from paceline.launch.script import Raised
@@ -110,6 +111,34 @@ def test_the_block_has_the_traceback_once() -> None:
         "  it wrote nothing (rank1.log)\n"
         "  because of that: 10 ranks exited with code 1; their logs are in .\n"
     )
+
+
+def test_what_garbles_a_terminal_is_left_out_of_the_block() -> None:
+    """Colours that nobody ends, binary output, lines without an end."""
+    tail = ("\x1b[31mred", "a\x00b\x0e", "x" * 1000)
+    failure = find_failure([replace(end(0), tail=tail)])
+    assert failure is not None
+    shown = [line for line in failure.block().splitlines() if line.startswith("    | ")]
+    assert shown[:2] == ["    | red", "    | a b"]
+    assert shown[2].endswith("x ... (600 more characters)")
+
+
+CRASH = """before
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007f54a12f2740 (most recent call first):
+  File "/x/site-packages/torch/nn/functional.py", line 9 in linear
+  File "train.py", line 41 in forward
+  File "train.py", line 80 in main
+
+Extension modules: numpy.core._multiarray_umath (total: 1)"""
+
+
+def test_the_place_of_a_crash() -> None:
+    assert crash_place(CRASH.splitlines()) == "at train.py:41, in forward"
+    assert crash_place(["Fatal Python error: Aborted", "", "<no Python frame>"]) == ""
+    assert crash_place(['  File "x.py", line 3 in f']) == ""
+    assert crash_place([]) == ""
 
 
 def test_the_same_on_all_ranks() -> None:

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_nobody_is_there(
             rendezvous._reach(JobHosts(2, 1, 1, endpoint), theirs)
     text = hear(ours)
     assert f"host 1 cannot reach host 0 at localhost:{endpoint.port} yet" in text
+
+
+def test_the_store_of_one_host_is_for_this_host_only() -> None:
+    served = rendezvous._serve(Endpoint("localhost", 0), 1)
+    port = f":{served.port:04X}"
+    lines = "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")).splitlines()
+    fields = [line.split() for line in lines]
+    listening = [each[1] for each in fields if each[1].endswith(port) and each[3] == "0A"]
+    assert listening == [f"0100007F{port}"]
 
 
 def test_nobody_comes(pipe: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -28,7 +29,8 @@ class Table:
     def line(self) -> str:
         return f"look {self.looks}"
 
-    def render(self) -> str:
+    def render(self, rows: int) -> str:
+        assert rows > 0
         self.look()
         return f"look {self.looks}"
 
@@ -121,3 +123,39 @@ def test_a_terminal_that_is_gone(has_table: bool, monkeypatch: pytest.MonkeyPatc
         assert shown._live is None
         monkeypatch.undo()
     assert table is None or table.looks == 0, "it is not made for nobody"
+
+
+def test_a_progress_bar_of_rank_0_is_above_the_table(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its line does not end for hours; what one would see of it is shown."""
+    pretend_terminal(monkeypatch)
+    with Screen(Table()) as shown:
+        for percent in range(1000):
+            shown.show(2, b"\r%d %% of \x1b[32mall" % percent)
+        assert len(shown._partial[2]) < 100
+        make_due(shown)()
+        before = capfd.readouterr().out
+        shown.show(2, b" done\n")
+    assert before.count("% of") == 1
+    assert before.index("999 % of") < before.index("look")
+    assert "999 % of \x1b[32mall done\n" in capfd.readouterr().out
+
+
+def test_nobody_reads_and_the_launcher_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pager, a logger that hangs: output waits for it, the end of the job does not."""
+    monkeypatch.setattr(screen, "_URGENT_S", 0.05)
+    reader, writer = os.pipe()
+    asked: list[bool] = []
+    try:
+        with Screen() as shown:
+            shown.is_urgent = lambda: bool(asked.append(True) or len(asked) > 2)
+            shown._write(writer, bytes(1 << 20))
+            assert len(asked) > 2, "it waits as long as nothing is urgent"
+            shown._write(writer, b"more")  # and does not wait again
+            asked.clear()
+            shown._write(writer, b"more")
+            assert not asked
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -73,6 +73,18 @@ def test_a_row_for_each_rank(folder: RunFolder, width: int) -> None:
     assert " ".join(lines[5]) == "the others wait for rank 2, up to 30% of their time"
 
 
+def test_more_ranks_than_a_terminal_has_lines(folder: RunFolder) -> None:
+    """The line below the table, which says whom the others wait for, stays in sight."""
+    table = LiveTable(folder, range(40))
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(table.render(10))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 12
+    assert lines[9].split()[0] == "8"
+    assert lines[10].split() == ["31", "more", "ranks"]
+    assert "wait for rank 2" in lines[11]
+
+
 def test_one_line(folder: RunFolder) -> None:
     assert LiveTable(folder, range(4)).line() == (
         "step 42 to 43, 94.2k samples/s, loss 0.1235, waiting 30%, memory 9 GiB, 2 waits, "
@@ -105,6 +117,7 @@ def test_before_anybody_has_begun(tmp_path: Path) -> None:
     table = LiveTable(RunFolder(tmp_path / "not yet"), range(2))
     assert table.line() == "no rank has begun to train"
     assert show(table).count("nothing yet") == 2
+    assert "torch's DDP: --patch" in show(table)
 
 
 def test_an_end_with_an_exception_fits_into_the_line(tmp_path: Path) -> None:

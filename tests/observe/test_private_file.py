@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.private_file import whole_file, write_whole
+from paceline.observe.private_file import open_private, whole_file, write_whole
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o277], ids=oct)
@@ -60,3 +60,16 @@ def test_nobody_sees_half_of_it(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_whole(tmp_path / "nowhere" / "a", "")
+
+
+def test_a_link_leads_nowhere_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """PACELINE_RUN_DIR may be a folder that others can write into."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "failure.txt").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_private(tmp_path / "failure.txt", os.O_APPEND)
+    write_whole(tmp_path / "failure.txt", "who was it")  # takes the place of the link
+    assert (tmp_path / "precious").read_text() == "precious"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="No such device"):
+        open_private(tmp_path / "pipe", 0)

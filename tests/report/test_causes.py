@@ -14,6 +14,7 @@ from paceline.report.phases import Phase
 from paceline.report.wording import headline, warnings
 from tests.report.histories import MS, Delay, Job, make_run
 
+CHECKPOINT = Delay(2, Phase.INPUT, 2000.0, steps=lambda step: step % 25 == 0)
 NO_CORE = Delay(2, Phase.BACKWARD, 50.0, run_delay=0.9)
 
 
@@ -41,6 +42,7 @@ def suspect(job: Job) -> Suspect:
         ),
         (Job(delays=(Delay(2, Phase.INPUT, 50.0),)), Cause.DATA_LOADER, "waits for its data"),
         (Job(delays=(Delay(2, Phase.INPUT, 50.0, cpu=1.0),)), Cause.DATA_LOADER, "num_workers"),
+        (Job(steps=100, delays=(CHECKPOINT,)), Cause.BETWEEN_STEPS, "a checkpoint, an evaluation"),
         (Job(delays=(Delay(2, Phase.FORWARD, 50.0, cpu=0.95),)), Cause.MORE_WORK, "computes more"),
         (Job(delays=(Delay(2, Phase.BACKWARD, 50.0),)), Cause.BLOCKED, "it sleeps"),
         (Job(delays=(Delay(2, Phase.OPTIMIZER, 50.0, run_delay=1.0),)), Cause.NO_CORE, "core"),
@@ -139,6 +141,18 @@ def test_more_samples() -> None:
     assert found.diagnosis.text == "it has 2 times the samples of the others"
 
 
+def test_what_ranks_say_alike_is_told_once() -> None:
+    """Each rank notes a stall in its own file."""
+    said = ("stall 1: Rank 1 is stopped.", "Stall 1: Rank 1 is stopped.", "Stall 1 is over.")
+    notes = tuple(
+        (rank, Note(rank, "stall", text)) for rank, text in zip((0, 2, 0), said, strict=True)
+    )
+    assert warnings(analyse(make_run(Job(notes=notes))).analysis) == [
+        "Ranks 0, 2: stall 1: Rank 1 is stopped.",
+        "Rank 0: Stall 1 is over.",
+    ]
+
+
 def test_headline() -> None:
     job = Job(delays=(NO_CORE,))
     expected = 50 / (8.1 + 4 + 20 + 1 + 90 + 2)
@@ -149,6 +163,8 @@ def test_headline() -> None:
     assert headline(analyse(make_run(Job())).analysis).startswith("Nobody holds the others up")
     noisy = analyse(make_run(Job(steps=300, jitter=0.6))).analysis
     assert "no rank in particular" in headline(noisy)
+    alone = headline(analyse(make_run(Job(ranks=1))).analysis)
+    assert alone.startswith("One rank, which waits for nobody: ")
     slow_link = Job(reduce_ms=(1.0, 5.0, 5.0, 60.0))
     assert "communication that backward does not hide" in headline(
         analyse(make_run(slow_link)).analysis

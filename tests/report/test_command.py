@@ -16,8 +16,10 @@ import pytest
 from paceline.cli import main
 from paceline.cli.report import EXAMPLE
 from paceline.observe.records import Activity, Status
-from paceline.observe.run_folder import RunFolder
-from paceline.processes import host_name
+from paceline.observe.run_folder import RunFolder, RunInfo
+from paceline.observe.stall.account import WatchInfo, write_json
+from paceline.observe.stall.views import look_at_files
+from paceline.processes import host_name, process_space, start_ticks
 from paceline.report.phases import Phase
 from paceline.report.run import RunState, read_run
 from tests.report.histories import Delay, Job, simulate, write_folder, write_history
@@ -113,6 +115,8 @@ class TestErrors:
         code, _, err = report(tmp_path)
         assert code == 2
         assert "is not a run folder: it holds no rank*.events" in err
+        RunFolder(tmp_path).write_info(RunInfo("a", ("train.py",), 2, 1, 1, 1.0, {}))
+        assert "a script with torch's DDP needs `paceline run --patch`" in report(tmp_path)[2]
         (tmp_path / "file").write_text("")
         assert "is a file" in report(tmp_path / "file")[2]
 
@@ -124,6 +128,16 @@ class TestErrors:
         code, _, err = report(write_folder(Job(steps=0), tmp_path / "empty"))
         assert code == 2
         assert "has not finished a step yet" in err
+
+    def test_a_folder_that_a_larger_job_has_used_before(self, slow_run: Path) -> None:
+        """As PACELINE_RUN_DIR may name it; ``paceline run`` refuses it."""
+        (slow_run / "run.json").unlink()
+        for history in simulate(Job(ranks=2, steps=20)):
+            write_history(history, RunFolder(slow_run).events(history.info.rank))
+        found = read_run(slow_run)
+        assert [history.info.rank for history in found.histories] == [0, 1]
+        assert found.problems == ("Records of an earlier job with more ranks (2, 3) are left out.",)
+        assert [view.rank for view in look_at_files(RunFolder(slow_run))] == [0, 1]
 
     def test_one_step(self, tmp_path: Path) -> None:
         code, out, _ = report(write_folder(Job(steps=1), tmp_path / "one"))
@@ -178,6 +192,17 @@ class TestState:
         path = self.write(tmp_path / "r", status, 2**22 + 1)  # no such process
         assert read_run(path).state is RunState.STOPPED
         assert "did not say why" in report(path)[1]
+
+    def test_killed_and_another_process_has_its_pid(self, tmp_path: Path) -> None:
+        status = Status(Activity.BACKWARD, 1, 20, 1)
+        path = self.write(tmp_path / "r", status, os.getpid())
+        pid, began = os.getpid(), start_ticks(os.getpid())
+        for rank in range(4):
+            watch = WatchInfo(rank, host_name(), process_space(), pid, began - 1, pid, 0, "")
+            write_json(RunFolder(path).watch(rank), watch)
+        assert read_run(path).state is RunState.STOPPED
+        write_json(RunFolder(path).watch(0), replace(watch, rank=0, started=began))
+        assert read_run(path).state is RunState.RUNNING
 
     def test_failed(self, tmp_path: Path) -> None:
         status = Status(Activity.ENDED, 1, 20, 1, detail="ValueError: no")

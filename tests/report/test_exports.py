@@ -129,8 +129,8 @@ def test_a_slower_phase_is_found_and_the_rest_is_noise() -> None:
     assert found["step"].verdict is ChangeVerdict.SLOWER
     assert found["optimizer"].verdict is ChangeVerdict.SAME
     assert found["reduction of bucket 1"].verdict is ChangeVerdict.SAME
-    assert headline(compare(before, after)).endswith("slower, most of it in forward.")
-    assert "faster, most of it in forward" in headline(compare(after, before))
+    assert headline(compare(before, after)).endswith(" more time, most of it in forward.")
+    assert "less time, most of it in forward" in headline(compare(after, before))
     assert "within the noise" in headline(compare(before, before))
 
 

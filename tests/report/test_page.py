@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,22 +13,15 @@ import pytest
 
 from paceline.observe.records import Note
 from paceline.report.analysis import Analysis, analyse
-from paceline.report.page import REPORT_SCRIPTS, asset, render_report
+from paceline.report.compare import compare
+from paceline.report.page import REPORT_SCRIPTS, asset, render_comparison, render_report
 from paceline.report.phases import Phase
+from paceline.report.run import RunState
 from paceline.report.wording import duration, headline, percent
+from tests.report.browser import CHROMIUM, launched
 from tests.report.histories import START_NS, Delay, Job, make_run
 
-CHROMIUM = shutil.which("chromium")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 JOB = Job(
     steps=120,
@@ -47,11 +39,9 @@ JOB = Job(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (PyPI)")
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    pytest.importorskip("playwright.sync_api", reason="needs playwright (PyPI)")
+    with launched() as found:
         yield found
-        found.close()
 
 
 class Opened:
@@ -278,6 +268,56 @@ class TestPage:
         assert box["x"] + box["width"] <= 400
         overflow = "(e) => e.closest('.scroll').scrollWidth - e.closest('.scroll').clientWidth"
         assert page.locator("#stragglers").evaluate(overflow) == 0
+
+    def test_a_comparison_fits_on_a_phone(self, tmp_path: Path, open_page: Open) -> None:
+        """Verdicts are what one looks for."""
+        slow = replace(JOB, delays=(Delay(1, Phase.FORWARD, 60.0),))
+        found = compare(*(analyse(make_run(job)) for job in (JOB, slow)))
+        (tmp_path / "c.html").write_text(render_comparison(found))
+        page = open_page(tmp_path / "c.html", 400).page
+        assert page.evaluate("() => document.documentElement.scrollWidth") == 400
+        overflow = "(e) => e.closest('.scroll').scrollWidth - e.closest('.scroll').clientWidth"
+        assert page.locator("#changes").evaluate(overflow) == 0
+        box = page.locator("#changes td:last-child").first.bounding_box()
+        assert box["x"] + box["width"] <= 400
+
+    def test_pieces_say_what_they_are(
+        self, rendered: tuple[Path, Analysis], open_page: Open
+    ) -> None:
+        """A title, as browsers show it: of the phase, and of the bucket below it."""
+        page = open_page(rendered[0]).page
+        page.fill("#go-step", "50")
+        page.keyboard.press("Enter")
+        page.locator("#timeline").evaluate("(e) => e.scrollIntoView({ block: 'center' })")
+        box = page.locator("#timeline").bounding_box()
+        middle, top = box["x"] + box["width"] / 2, box["y"]
+        page.mouse.move(middle, top + 22 + 56 + 10)  # below the axis, the second rank
+        assert re.fullmatch(
+            r"rank 1, step 50: input 9\d\d ms", page.get_attribute("#timeline", "title")
+        )
+        page.mouse.click(middle, top + 22 + 10)
+        assert page.locator("#step-detail caption").inner_text() == "Step 50"
+        titles = set()
+        for x in range(60, int(box["width"]), 3):
+            page.mouse.move(box["x"] + x, top + 22 + 32)
+            titles.add(page.get_attribute("#timeline", "title"))
+        assert any(re.match(r"rank 0, step \d+: bucket \d reducing", each) for each in titles)
+
+    def test_why_it_failed_is_above_all(self, tmp_path: Path, open_page: Open) -> None:
+        text = "paceline run: rank 1 (pid 7) failed first: ValueError: no\n  Traceback " + "x" * 500
+        run = replace(make_run(Job(steps=20)), failure=text, state=RunState.FAILED)
+        (tmp_path / "r.html").write_text(render_report(analyse(run)))
+        opened = open_page(tmp_path / "r.html", 400)
+        assert opened.page.evaluate("() => document.documentElement.scrollWidth") == 400
+        assert opened.text(".failure pre").startswith("paceline run: rank 1 (pid 7) failed first")
+        assert "The run failed" not in opened.text("main")
+
+    def test_one_rank_has_no_stragglers(self, tmp_path: Path, open_page: Open) -> None:
+        (tmp_path / "r.html").write_text(render_report(analyse(make_run(Job(steps=20, ranks=1)))))
+        opened = open_page(tmp_path / "r.html")
+        assert opened.errors == []
+        assert opened.page.locator("#stragglers, .filter").count() == 0
+        assert opened.text("#headline").startswith("One rank")
 
     def test_a_phone_has_no_empty_tile_and_no_keys(
         self, rendered: tuple[Path, Analysis], open_page: Open

@@ -9,31 +9,35 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import DistributedDataParallel as DDP
-from tests.shards.trainings import CASES, MICRO, Case, Data, Small, adamw, digest, run_round
+from tests.shards.drawn import Drawn
+from tests.shards.models import Small
+from tests.shards.trainings import CASES, MATRIX, Case, Data, adamw, digest, run_round
 
-ELASTIC = CASES | {
-    "cnn with dropout": Case(
-        lambda: nn.Sequential(Small(), nn.Dropout(0.2)),
-        adamw,
-        {"bucket_cap_mb": 0.0005},
-        decays=True,
-    )
-}
+ELASTIC = (
+    CASES
+    | MATRIX
+    | {
+        "cnn with dropout": Case(
+            lambda: nn.Sequential(Small(), nn.Dropout(0.2)),
+            adamw,
+            {"bucket_cap_mb": 0.0005},
+            decays=True,
+        )
+    }
+)
 
 
 class Training:
     """Model, optimizers and data of a case, the same wherever it runs."""
 
-    def __init__(self, name: str) -> None:
-        self.case = ELASTIC[name]
-        torch.manual_seed(0)
-        self.model = self.case.make().to(self.case.dtype)
-        self.ddp = DDP(self.model, shards=self.case.shards, **self.case.ddp)
-        self.optimizers = self.case.optimizers(self.model)
+    def __init__(self, case: Case, transport: str = "auto") -> None:
+        self.case = case
+        self.model = case.model()
+        self.ddp = case.wrap(self.model, transport)
+        self.optimizers = case.optimizers(self.model)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in self.optimizers]
-        data = Data(self.case.shards * MICRO * 4)
-        self.loader = paceline.ShardLoader(data, self.ddp, MICRO, seed=4)
+        data = Data(case.shards * case.micro * 4)
+        self.loader = paceline.ShardLoader(data, self.ddp, case.micro, seed=4)
 
     @property
     def steps_in_epoch(self) -> int:
@@ -52,9 +56,14 @@ class Training:
         return digest(self.model, self.optimizers)
 
 
-def train(name: str, steps: int) -> str:
+def train_named(name: str, steps: int) -> str:
+    """The same by name."""
+    return train(ELASTIC[name], steps)
+
+
+def train(case: Case | Drawn, steps: int) -> str:
     """Train on this rank without elastic; return the digest of what it ends with."""
-    training = Training(name)
+    training = Training(case.case() if isinstance(case, Drawn) else case)
     batches: Iterator[Any] = iter(())
     for step in range(steps):
         training.loader.set_epoch(step // training.steps_in_epoch)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from paceline import elastic
 from tests.shards import alone
+from tests.shards.drawn import Drawn
 from tests.shards.trainings import run_shard
 
 OUT = Path(sys.argv[1])
@@ -42,7 +43,12 @@ def fault(point: str, step: int) -> None:
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-training = alone.Training(PLAN.get("case", "cnn with dropout"))
+if "drawn" in PLAN:
+    drawn = Drawn(**PLAN["drawn"])
+    training = alone.Training(drawn.case(), drawn.transport)
+else:
+    named = alone.ELASTIC[PLAN.get("case", "cnn with dropout")]
+    training = alone.Training(named, PLAN.get("transport", "auto"))
 ddp, loader, case = training.ddp, training.loader, training.case
 state = elastic.State(
     model=ddp,

@@ -6,13 +6,14 @@ import functools
 import os
 
 from paceline.testing import run_ranks
-from tests.shards.trainings import train_all
+from tests.shards.trainings import MATRIX, train_all
 
-FOUR_MODELS = ("mlp", "cnn", "transformer", "embedding")
-MANY_STEPS = 1000 if os.environ.get("PACELINE_LONG") else 250
+IS_LONG = bool(os.environ.get("PACELINE_LONG"))
+MATRIX_NAMES = tuple(MATRIX)
+MATRIX_STEPS = 1000 if IS_LONG else 40
 
 
 @functools.cache
 def on_one_rank(names: tuple[str, ...], steps: int) -> list[str]:
     """Return the digest of each training."""
-    return list(run_ranks(1, train_all, list(names), steps, ["c10d"], timeout_s=900)[0].values())
+    return list(run_ranks(1, train_all, list(names), steps, ["c10d"], timeout_s=2400)[0].values())

@@ -13,6 +13,7 @@ from paceline.cli.scale import ask
 from paceline.testing import run_ranks
 from tests.elastic import jobs
 from tests.shards import alone
+from tests.shards.one_rank import IS_LONG, MATRIX_NAMES
 
 STEPS = 24
 Fault = tuple[str, int, int]
@@ -22,7 +23,7 @@ Fault = tuple[str, int, int]
 @functools.cache
 def undisturbed(steps: int, name: str) -> str:
     """The digest of a training on one rank, without any of this."""
-    return run_ranks(1, alone.train, name, steps, timeout_s=600)[0]
+    return run_ranks(1, alone.train_named, name, steps, timeout_s=600)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -77,21 +78,36 @@ def test_resizes(tmp_path: Path) -> None:
     assert worlds[-2:] == [4, 3], worlds  # perhaps 3 in between: those that join need not meet
 
 
+FOUR = ("mlp", "cnn", "transformer", "embedding")
+LONG_JOBS = [(name, 2, [4, 3], "auto") for name in FOUR]
+if IS_LONG:  # every kind of training; more ranks, and one alone; over gloo
+    LONG_JOBS += [(name, 2, [4, 3], "auto") for name in MATRIX_NAMES]
+    LONG_JOBS += [(name, 4, [8, 1], "auto") for name in FOUR]
+    LONG_JOBS += [(name, 3, [1, 4], "c10d") for name in FOUR]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "embedding"])
-def test_a_thousand_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("name", "first", "targets", "transport"), LONG_JOBS)
+def test_a_thousand_steps(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    first: int,
+    targets: list[int],
+    transport: str,
+) -> None:
     """Killed twice, with replacements, and resized twice meanwhile."""
     monkeypatch.setattr(jobs, "DEADLINE_S", 800.0)
-    faults = [("shard", 300, 1), ("between", 600, 0)]
+    faults = [("shard", 300, 1), ("between", 600, 0)] if min(targets) > 1 else [("shard", 9, 1)]
     ended = jobs.run_job(
         tmp_path,
-        ranks=2,
+        ranks=first,
         steps=1000,
-        options={"faults": faults, "case": name},
-        on_wait=scaler(2, [4, 3]),
+        options={"faults": faults, "case": name, "transport": transport},
+        on_wait=scaler(first, list(targets)),
     )
-    check(ended, faults=2, steps=1000, name=name)
+    check(ended, faults=len(faults), steps=1000, name=name)
     worlds = [event["world"] for event in ended.events()]
-    assert {2, 3, 4} <= set(worlds), worlds
-    assert worlds[-1] == 3
+    assert {first, *targets} <= set(worlds), worlds
+    assert worlds[-1] == targets[-1]

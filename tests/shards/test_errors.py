@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import re
 import warnings
 from typing import Any
@@ -144,6 +143,17 @@ def threads() -> None:
 
 
 @check
+def deterministic_algorithms_that_are_switched_off() -> None:
+    ddp = DDP(small(), shards=4)
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(ConfigurationError, match="has been switched off"):
+        next(ddp.shards(rows(ddp)))
+    step(DDP(small(), shards=Shards(4, deterministic=False)))
+    torch.use_deterministic_algorithms(True)
+    step(ddp)
+
+
+@check
 def settings_differ() -> None:
     with pytest.raises(ModelMismatchError, match="shards"):
         DDP(small(), shards=Shards(4, seed=dist.get_rank()))
@@ -220,6 +230,52 @@ def some_weighted() -> None:
 
 
 @check
+def nothing_comes_of_a_weight_of_zero() -> None:
+    """NaN in a shard that counts nothing, the last of its rank or not."""
+    for bad in range(4):
+        ddp = DDP(small(), shards=4, nonfinite="raise")
+        owned = ddp.shard_shares.owned
+        for shard, micro in zip(owned, ddp.shards(rows(ddp)), strict=True):
+            with ddp.weighted(int(shard != bad)):
+                ddp(micro * (torch.nan if shard == bad else 1.0)).sum().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in ddp.parameters())
+
+
+class MomentumEncoder(nn.Module):
+    """Moves a frozen copy of its layer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 2)
+        self.key = nn.Linear(4, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for mine, theirs in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        return self.query(x) + self.key(x)
+
+
+class Renormalised(nn.Module):
+    """``max_norm`` writes to the weight in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2, max_norm=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x[:, 0].long())
+
+
+@check.each((MomentumEncoder, "key.weight, key.bias"), (Renormalised, "table.weight"))
+def a_forward_that_changes_parameters(case: tuple[Any, str]) -> None:
+    torch.manual_seed(0)
+    ddp = DDP(case[0](), shards=4)
+    with pytest.raises(ConfigurationError, match=f"a forward of this round has changed {case[1]}"):
+        step(ddp)
+
+
+@check
 def copies() -> None:
     """A copy of a wrapper has a loop of its own."""
     ddp = DDP(small(), shards=4)
@@ -229,123 +285,6 @@ def copies() -> None:
     for p, q in zip(ddp.parameters(), other.parameters(), strict=True):
         assert p.grad is not None
         assert q.grad is not None
-
-
-def synced() -> Any:
-    torch.manual_seed(0)
-    first, second = paceline.nn.SyncBatchNorm(4), paceline.nn.SyncBatchNorm(3)
-    return DDP(nn.Sequential(first, nn.Linear(4, 3), second), shards=3)  # rank 1 owns two
-
-
-def run_all(ddp: Any, function: Any = None) -> None:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = torch.randn(rows(ddp).shape, generator=generator)
-    ddp.run_shards(batch, function or (lambda micro: ddp(micro).square().sum().backward()))
-
-
-@check
-def a_loop_over_shards_that_need_each_other() -> None:
-    ddp = synced()
-    with pytest.raises(ConfigurationError, match=r"ddp.run_shards\(batch, function\), which runs"):
-        step(ddp)
-    ddp.eval()
-    step(ddp)
-    ddp.train()
-    run_all(ddp)
-    with torch.no_grad():
-        ddp(torch.ones(2, 4))  # an evaluation, over the ranks
-    assert ddp.shard_round == 2
-
-
-@check
-def shards_in_turns_that_are_weighted() -> None:
-    ddp = synced()
-
-    def weigh(micro: torch.Tensor) -> None:
-        with ddp.weighted(2):
-            ddp(micro).sum().backward()
-
-    with pytest.raises(ConfigurationError, match=r"weighted\(n\) and a SyncBatchNorm over"):
-        run_all(ddp, weigh)
-    run_all(ddp)
-
-
-@check
-def an_exception_in_one_turn_is_told_to_all_at_once() -> None:
-    ddp = synced()
-    for place in ("before", "between", "after"):
-        calls = []
-
-        def fail(micro: torch.Tensor, place: str = place, calls: list[int] = calls) -> None:
-            calls.append(1)
-            fails = dist.get_rank() == 1 and len(calls) == 2
-            if fails and place == "before":
-                raise KeyError("mine")
-            loss = ddp(micro).square().sum()
-            if fails and place == "between":
-                raise KeyError("mine")
-            loss.backward()
-            if fails:
-                raise KeyError("mine")
-
-        expected = KeyError if dist.get_rank() == 1 else PeerFailedError
-        with pytest.raises(expected, match=r"mine|Rank 1 could not run its shards to their end"):
-            run_all(ddp, fail)
-        assert all(p.grad is None for p in ddp.parameters())
-    run_all(ddp)
-    assert ddp.shard_round == 1
-
-
-@check
-def shards_of_one_rank_that_run_other_layers() -> None:
-    ddp = synced()
-
-    def skip(micro: torch.Tensor) -> None:
-        if dist.get_rank() == 1:
-            ddp.module[0].eval()
-        try:
-            ddp(micro).square().sum().backward()
-        finally:
-            ddp.module[0].train()
-
-    with pytest.raises(ConfigurationError, match=r"is at the forward of [02], with .+ elsewhere"):
-        run_all(ddp, skip)
-    run_all(ddp)
-
-
-@check
-def a_shard_in_turns_without_a_backward() -> None:
-    ddp = synced()
-
-    def forget(micro: torch.Tensor) -> None:
-        ddp(micro)
-
-    def repeat(micro: torch.Tensor) -> None:
-        ddp(micro)
-        ddp(micro).sum().backward()
-
-    with pytest.raises(ConfigurationError, match=r"shard [01]: it has brought no gradient"):
-        run_all(ddp, forget)
-    with pytest.raises(ConfigurationError, match="has run 2 forwards with gradients"):
-        run_all(ddp, repeat)
-    run_all(ddp)
-
-
-@check
-def what_a_function_returns() -> None:
-    ddp, plain = synced(), DDP(small(), shards=3)
-
-    def loss_of(wrapper: Any, micro: torch.Tensor) -> tuple[int, bool, float]:
-        assert torch.is_grad_enabled()
-        loss = wrapper(micro).square().sum()
-        loss.backward()
-        return torch.get_num_threads(), torch.is_autocast_enabled("cpu"), loss.item()
-
-    for wrapper in (ddp, plain):
-        with torch.autocast("cpu", torch.bfloat16):
-            found = wrapper.run_shards(rows(wrapper), functools.partial(loss_of, wrapper))
-        assert len(found) == len(wrapper.shard_shares.owned)
-        assert {each[:2] for each in found} == {(1, True)}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.testing.hosts import hosts_unavailable_reason, run_on_hosts, test_hosts
-from tests.shards.one_rank import FOUR_MODELS, MANY_STEPS, on_one_rank
+from tests.shards.one_rank import MATRIX_NAMES, MATRIX_STEPS, on_one_rank
 from tests.shards.trainings import train_all
 
 test_hosts.__test__ = False  # type: ignore[attr-defined]
@@ -19,14 +19,15 @@ def test_uneven_hosts(ranks: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(6000)
 @pytest.mark.skipif(hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason()))
-def test_many_steps() -> None:
-    compare_with_one_rank([2, 1], FOUR_MODELS, MANY_STEPS)
+def test_matrix() -> None:
+    """As ``test_long.py``."""
+    compare_with_one_rank([2, 1], MATRIX_NAMES, MATRIX_STEPS)
 
 
 def compare_with_one_rank(ranks: list[int], names: tuple[str, ...], steps: int) -> None:
     with test_hosts(2) as hosts:
-        told = run_on_hosts(hosts, ranks, train_all, list(names), steps, ["auto"], timeout_s=800)
+        told = run_on_hosts(hosts, ranks, train_all, list(names), steps, ["auto"], timeout_s=3000)
     for found in told:
         assert list(found.values()) == on_one_rank(names, steps)

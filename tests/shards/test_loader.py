@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from paceline import ShardLoader
+from paceline.errors import ConfigurationError
+from paceline.shards.streams import OwnStreams, seed_all
 from paceline.shards.tree import Shares
 
 SHARDS, MICRO, SAMPLES = 4, 2, 40  # 5 rounds of 8
@@ -103,3 +105,54 @@ def test_only_commits_move_it_in_an_elastic_state() -> None:
     next(rounds)
     assert loader.position == 2
     assert len(list(loader)) == 3
+
+
+def test_batches_come_in_order() -> None:
+    with pytest.raises(ConfigurationError, match="in_order"):
+        loader_on(num_workers=2, in_order=False)
+
+
+class Threads(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return torch.get_num_threads()
+
+
+def test_samples_are_loaded_by_one_thread() -> None:
+    """As in torch's workers, so that augmentation has the same bits in them and in the rank."""
+    torch.set_num_threads(3)
+    try:
+        for batch in ShardLoader(Threads(), Place(), MICRO):
+            assert set(round_of(batch)) == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
+class Device:
+    """An accelerator that counts what is drawn."""
+
+    def __init__(self) -> None:
+        self.state = 7
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_rng_state_all(self) -> list[int]:
+        return [self.state]
+
+    def set_rng_state_all(self, states: list[int]) -> None:
+        (self.state,) = states
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.state = seed
+
+
+def test_the_streams_of_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    own = OwnStreams()
+    seed_all(3)
+    assert device.state == 3
+    own.put_back()
+    assert device.state == 7

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +24,11 @@ from paceline.report.verify import VerifyResult, compare_checkpoints, compare_ru
 STEPS = 4
 
 
-def train(folder: str, change: str = "") -> None:
+def train(folder: str, change: str = "", shards: int = 8) -> None:
     """Train, with one thing changed in step 2: the input of shard 5, its output, or the rate."""
     os.environ["PACELINE_RUN_DIR"] = folder
     torch.manual_seed(0)
-    ddp = DDP(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), shards=8)
+    ddp = DDP(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), shards=shards)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     owned = ddp.shard_shares.owned
     for step in range(STEPS):
@@ -44,11 +47,11 @@ def train(folder: str, change: str = "") -> None:
     dist.barrier()
 
 
-def recorded(path: Path, world: int, change: str = "") -> Path:
+def recorded(path: Path, world: int, change: str = "", shards: int = 8) -> Path:
     from paceline.testing import run_ranks
 
     folder = RunFolder.create("train.py", path).path
-    run_ranks(world, train, str(folder), change)
+    run_ranks(world, train, str(folder), change, shards)
     return folder
 
 
@@ -61,7 +64,7 @@ def test_equal_on_another_number_of_ranks(reference: Path, tmp_path: Path) -> No
     other = recorded(tmp_path / "three", 3)
     assert compare_runs(reference, other) == VerifyResult(True, f"equal: {STEPS} steps, 0 to 3")
     assert main(["verify", str(reference), str(other)]) == 0
-    rounds = read_run(other)
+    (rounds,) = read_run(other)
     assert all(sorted(each.shards) == list(range(8)) for each in rounds.values())
     assert "1.running_mean" in rounds[0].tensors
 
@@ -90,6 +93,82 @@ def test_an_update_is_named(reference: Path, tmp_path: Path) -> None:
     assert "step 2, or its update, made them so" in found.text
 
 
+def test_another_number_of_shards(reference: Path, tmp_path: Path) -> None:
+    found = compare_runs(reference, recorded(tmp_path / "other", 1, shards=4))
+    assert not found.is_equal
+    assert "has 8 shards" in found.text
+    assert "has 4" in found.text
+
+
+def test_what_was_not_recorded_is_said(reference: Path, tmp_path: Path) -> None:
+    """A rank's file is gone, or has fewer steps."""
+    other = recorded(tmp_path / "other", 2)
+    lines = (other / "rank1.checksums").read_text().splitlines(keepends=True)
+    (other / "rank1.checksums").write_text("".join(lines[:3]))
+    found = compare_runs(reference, other)
+    assert found.is_equal
+    assert found.text.endswith("has no checksums of shards 4, 5, 6, 7 in 1 of them")
+    (other / "rank0.checksums").unlink()
+    found = compare_runs(reference, other)
+    assert found.text.startswith("equal: 3 steps, 0 to 2; 1 steps are recorded in one of the two")
+    assert "has no parameters of 3 of them" in found.text
+    (other / "rank1.checksums").unlink()
+    with pytest.raises(RecordsError, match="has no checksums"):
+        compare_runs(reference, other)
+
+
+def train_two(folder: str, change: str = "") -> None:
+    """A generator and a discriminator, each with shards; the latter is frozen meanwhile."""
+    os.environ["PACELINE_RUN_DIR"] = folder
+    torch.manual_seed(0)
+    generator = DDP(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)), shards=6)
+    judge = DDP(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 1)), shards=6)
+    rate = 0.2 if change else 0.1
+    optimizers = [
+        torch.optim.SGD(generator.parameters(), lr=0.1),
+        torch.optim.SGD(judge.parameters(), lr=rate),
+    ]
+    owned = generator.shard_shares.owned
+    for step in range(STEPS):
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
+        batch = x[owned.start * 2 : owned.stop * 2]
+        generator.eval()
+        for micro in judge.shards(batch):
+            with torch.no_grad():
+                made = generator(micro[:, :3])
+            (judge(made).mean() - judge.module(micro[:, 3:]).detach().mean()).backward()
+        optimizers[1].step()
+        generator.train()
+        judge.requires_grad_(False)
+        for micro in generator.shards(batch):
+            judge(generator(micro[:, :3])).mean().backward()
+        judge.requires_grad_(True)
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    dist.barrier()
+
+
+def test_two_wrappers(tmp_path: Path) -> None:
+    from paceline.testing import run_ranks
+
+    folders = []
+    for world, change in ((1, ""), (3, ""), (2, "rate")):
+        folders.append(RunFolder.create("train.py", tmp_path / f"{world}").path)
+        run_ranks(world, train_two, str(folders[-1]), change)
+    assert (folders[0] / "rank0.1.checksums").stat().st_mode & 0o777 == 0o600
+    found = compare_runs(*folders[:2])
+    assert found.is_equal, found
+    assert found.text == "wrapper 1: equal: 4 steps, 0 to 3\nwrapper 2: equal: 4 steps, 0 to 3"
+    found = compare_runs(folders[0], folders[2])
+    assert not found.is_equal
+    assert found.round == 1
+    assert found.text.startswith("wrapper 1: 0.weight")
+    for path in folders[1].glob("rank*.1.checksums"):
+        path.unlink()
+    assert "has 2 wrappers with shards" in compare_runs(*folders[:2]).text
+
+
 def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
     state = {"model": {"w": torch.zeros(3), "n": 1}, "opt": [torch.ones(2), 0.5]}
@@ -101,6 +180,48 @@ def test_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", *paths[1:]]) == 1
     assert "model.w differ, of 4" in capsys.readouterr().out
     assert compare_checkpoints(Path(paths[0]), Path(paths[2])).names == ("model.w",)
+
+
+def quantized(zero: int) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(2), 0.1, zero, torch.qint8)
+
+
+STATES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "a sign": lambda: ({"rate": 0.0}, {"rate": -0.0}),
+    "a type": lambda: ({"n": 1}, {"n": True}),
+    "a name": lambda: ({"a": 1, "b": None}, {"a": 1}),
+    "nothing in it": lambda: ({"a": 1, "state": {}}, {"a": 1}),
+    "a shape": lambda: ({"w": torch.zeros(2)}, {"w": torch.zeros(2, 1)}),
+    "a conjugate": lambda: ({"w": torch.ones(2) * 1j}, {"w": (torch.ones(2) * 1j).conj()}),
+    "rows": lambda: ({"w": torch.eye(2).to_sparse_csr()}, {"w": -torch.eye(2).to_sparse_csr()}),
+    "a zero point": lambda: ({"w": quantized(0)}, {"w": quantized(1)}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about sparse rows and quantized tensors
+@pytest.mark.parametrize("name", STATES)
+def test_checkpoints_that_differ_in(name: str, tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for state, path in zip(STATES[name](), paths, strict=True):
+        torch.save(state, path)
+    assert not compare_checkpoints(*paths).is_equal
+    assert compare_checkpoints(paths[0], paths[0]).is_equal
+
+
+def test_nan_is_itself(tmp_path: Path) -> None:
+    torch.save({"w": torch.full((2,), torch.nan), "loss": float("nan")}, tmp_path / "a.pt")
+    assert compare_checkpoints(tmp_path / "a.pt", tmp_path / "a.pt").is_equal
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(3), "names": ["a", "b"]}, path)
+    data = path.read_bytes()
+    for place in range(0, len(data), 41):
+        for damaged in (data[:place], data[:place] + b"\xff\x00" + data[place + 2 :]):
+            path.write_bytes(damaged)
+            with contextlib.suppress(RecordsError):
+                compare_checkpoints(path, path)
 
 
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

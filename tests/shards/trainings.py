@@ -18,96 +18,20 @@ from torch.nn import functional as F
 
 import paceline
 from paceline import DistributedDataParallel as DDP
+from tests.shards.models import (
+    Gated,
+    Oddities,
+    Small,
+    Synced,
+    SyncedFirst,
+    SyncedWords,
+    Transformer,
+    Words,
+    mlp,
+)
 
 SHARDS = 8
 MICRO = 3
-
-
-class Small(nn.Module):
-    """A CNN with BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.out = nn.Linear(4 * 16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm(self.conv(x.view(-1, 1, 4, 4))))
-        return self.out(y.flatten(1))
-
-
-class Synced(nn.Module):
-    """SyncBatchNorm over all shards, twice, beside a BatchNorm and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.norm = paceline.nn.SyncBatchNorm(4, momentum=None)
-        self.again = nn.Conv2d(4, 4, 3, padding=1)
-        self.own = nn.BatchNorm2d(4)
-        self.dropout = nn.Dropout(0.2)
-        self.out = nn.Linear(4 * 16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm(self.conv(x.view(-1, 1, 4, 4))))
-        y = self.own(y + self.dropout(self.norm(self.again(y))))
-        return self.out(y.flatten(1))
-
-
-class SyncedWords(nn.Module):
-    """The same with an embedding whose gradients are sparse, and branches that go unused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = Words()
-        self.norm = paceline.nn.SyncBatchNorm(5)
-        self.gated = Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.words(x)) + self.gated(x)
-
-
-class Words(nn.Module):
-    """Embeddings with sparse gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(50, 6, mode="mean", sparse=True)
-        self.out = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.table((x.abs() * 7).long() % 50))
-
-
-class Transformer(nn.Module):
-    """One encoder layer, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.2, batch_first=True)
-        self.out = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.layer(x.view(-1, 2, 8)).mean(1))
-
-
-class Gated(nn.Module):
-    """Two branches, of which the inputs choose one; randomness of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(16, 5) for _ in range(3))
-        self.common = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
-        choice = int(x[0, 0] > 0) if float(x[0, 1]) < 0.5 else 2
-        return self.common(x) * noise + self.branches[choice](x)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 20), nn.Tanh(), nn.Dropout(0.3), nn.Linear(20, 5))
 
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -126,6 +50,15 @@ def sparse_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [
         torch.optim.SparseAdam(model.table.parameters(), lr=1e-2),
         torch.optim.SGD(model.out.parameters(), lr=0.05),
+    ]
+
+
+def sparse_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """AdamW refuses sparse gradients."""
+    assert isinstance(model, Words)
+    return [
+        torch.optim.SparseAdam(model.table.parameters(), lr=1e-2),
+        torch.optim.AdamW(model.out.parameters(), lr=1e-2),
     ]
 
 
@@ -148,6 +81,8 @@ class Case:
         scale: Of losses.
         dtype: Of parameters.
         autocasts: Forwards run in bfloat16.
+        clamps: Each shard's gradients, with a hook.
+        micro: Samples of a shard.
     """
 
     make: Callable[[], nn.Module]
@@ -164,6 +99,29 @@ class Case:
     scale: float = 1.0
     dtype: torch.dtype = torch.float32
     autocasts: bool = False
+    clamps: bool = False
+    micro: int = MICRO
+
+    def model(self) -> nn.Module:
+        """The same everywhere."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            made = self.make()
+        return made if self.dtype == torch.float32 else made.to(self.dtype)
+
+    def wrap(self, model: nn.Module, transport: str = "auto") -> Any:
+        """Wrap a model; register what the case has."""
+        ddp = DDP(model, shards=self.shards, transport=transport, **self.ddp)
+        if self.hook:
+            ddp.register_comm_hook(None, getattr(paceline.hooks, self.hook))
+        for parameter in model.parameters() if self.clamps else ():
+            parameter.register_post_accumulate_grad_hook(_clamp)
+        return ddp
+
+
+def _clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
 
 
 CASES = {
@@ -188,6 +146,7 @@ CASES = {
     "synced words": Case(
         SyncedWords, sgd, {"find_unused_parameters": True}, shards=7, in_turns=True
     ),
+    "synced first": Case(SyncedFirst, adamw, {"find_unused_parameters": True}, in_turns=True),
     "synced bf16": Case(Synced, sgd, clips=True, hook="bf16_compress_hook", in_turns=True),
     "fp16": Case(mlp, sgd, is_weighted=True, hook="fp16_compress_hook"),
     # A factor of 1 / 11 or 1 / 3 must be rounded alike wherever it is applied.
@@ -203,7 +162,29 @@ CASES = {
     ),
     "float64 parameters": Case(Small, adamw, shards=11, dtype=torch.float64, clips=True),
     "autocast": Case(mlp, adamw, shards=11, autocasts=True, decays=True),
+    "oddities": Case(Oddities, adamw, {"bucket_cap_mb": 0.0005}, shards=11),
+    "clamped": Case(mlp, sgd, {"bucket_cap_mb": 0.0005}, clamps=True),
 }
+
+
+_MATRIX_MODELS: dict[str, tuple[Callable[[], nn.Module], Optimizers, Optimizers]] = {
+    "mlp": (mlp, sgd, adamw),
+    "cnn": (Small, sgd, adamw),
+    "transformer": (Transformer, sgd, adamw),
+    "embedding": (Words, sgd, sparse_adamw),
+}
+_SMALL_BUCKETS = {"bucket_cap_mb": 0.0005}
+MATRIX = {
+    f"{name}, {kind}": case
+    for name, (make, plain, adaptive) in _MATRIX_MODELS.items()
+    for kind, case in {
+        "SGD": Case(make, plain),
+        "AdamW": Case(make, adaptive, _SMALL_BUCKETS, clips=name != "embedding"),
+        "accumulation": Case(make, plain, _SMALL_BUCKETS, accumulate=2),
+        "schedule": Case(make, adaptive, decays=True),
+    }.items()
+}
+"""Every kind of model with every kind of training."""
 
 
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -244,16 +225,12 @@ def train(case: Case, steps: int, *, transport: str = "auto", **loading: Any) ->
     """Train on this rank; return the digest of what it ends with."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.manual_seed(dist.get_rank())  # a rank's own stream must not matter
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = case.make().to(case.dtype)
-    ddp = DDP(model, shards=case.shards, transport=transport, **case.ddp)
-    if case.hook:
-        ddp.register_comm_hook(None, getattr(paceline.hooks, case.hook))
+    model = case.model()
+    ddp = case.wrap(model, transport)
     optimizers = case.optimizers(model)
     schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.9) for each in optimizers]
-    data = Data(case.shards * MICRO * 4, broken=5 if case.breaks >= 0 else -1)
-    loader = paceline.ShardLoader(data, ddp, MICRO, seed=4, **loading)
+    data = Data(case.shards * case.micro * 4, broken=5 if case.breaks >= 0 else -1)
+    loader = paceline.ShardLoader(data, ddp, case.micro, seed=4, **loading)
     done = epoch = 0
     while done < steps * case.accumulate:
         loader.set_epoch(epoch)
@@ -295,8 +272,9 @@ def run_shard(case: Case, ddp: Any, shard: int, x: Tensor, y: Tensor) -> None:
 
 def train_all(names: list[str], steps: int, transports: list[str]) -> dict[str, str]:
     """Train all cases, one after the other, over all transports."""
+    cases = CASES | MATRIX
     return {
-        f"{name} over {transport}": train(CASES[name], steps, transport=transport)
+        f"{name} over {transport}": train(cases[name], steps, transport=transport)
         for name in names
         for transport in transports
     }

@@ -154,6 +154,11 @@ class BucketSpec:
         return sum(spec.numel for spec in self.parameters)
 
     @cached_property
+    def largest_numel(self) -> int:
+        """Elements of its largest gradient."""
+        return max(spec.numel for spec in self.parameters)
+
+    @cached_property
     def dtype(self) -> torch.dtype:
         """All of a bucket has one dtype."""
         return self.parameters[0].dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ COMMANDS = {
     "report": "what a run's records say: who slows it down, and why; one HTML page",
     "verify": "do two runs of a training over shards have the same bits, and what differs first",
     "doctor": "say what a running job does and who holds it up; check this machine",
-    "bench": "measure on this machine: bench allreduce, ddp, hooks, hybrid, dp",
+    "bench": "measure on this machine: bench allreduce, ddp, hooks, hybrid, elastic, dp",
     "ps": "parameter servers: ps serve, ps stats, ps keys",
     "demo": "train a small network with torch's DDP and with Paceline, side by side; lose a rank",
 }
@@ -36,6 +37,7 @@ example:
 """
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
+NOBODY_READS = 141  # the same of SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +48,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("paceline: interrupted; all ranks are stopped", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        return NOBODY_READS
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Write out what was printed; if nobody reads it (``… | head``), leave no complaint of Python.
+
+    That is: nothing for Python to write at its end.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError, AttributeError):  # closed, or a disk that is full
+        pass
 
 
 def _run(words: list[str]) -> int:

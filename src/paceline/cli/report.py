@@ -138,7 +138,7 @@ def _print_summary(console: Console, analysis: Analysis) -> None:
     if text := membership_summary(analysis):
         console.print(f"  {text}")
     for text in warnings(analysis):
-        console.print(f"  [yellow]warning:[/yellow] {escape(text)}")
+        console.print(f"  [yellow]warning:[/yellow] {escape(text.splitlines()[0])}")
 
 
 def _write_extras(args: argparse.Namespace, found: Run, measured: Measured) -> None:

@@ -20,7 +20,7 @@ from paceline.errors import ConfigurationError
 from paceline.launch.child import ForkServerError
 from paceline.launch.environment import PATCH, STALL_AFTER, usable_cores
 from paceline.launch.job import Job, JobPlan
-from paceline.launch.rendezvous import Endpoint, JobHosts
+from paceline.launch.rendezvous import Endpoint, JobHosts, is_local
 from paceline.launch.screen import Screen, make_table
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.jobs import listed_job
@@ -86,10 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = hosts.add_argument
     add("--nnodes", metavar="N", default="1",
         help="how many hosts; with --elastic also MIN:MAX (default: 1)")  # fmt: skip
-    add("--node-rank", "--node_rank", metavar="R", type=int, default=0, help="which one this is")
+    add("--node-rank", "--node_rank", metavar="R", type=int,
+        help="which one this is (default: 0 at the endpoint; of two, 1 on the other)")  # fmt: skip
     add("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT",
         help=f"where host 0 serves the store (port: {_DEFAULT_PORT}; one host: any)")  # fmt: skip
     add("--rdzv-id", "--rdzv_id", metavar="ID", help="a name of the job, the same on all hosts")
+    add("--rdzv-backend", "--rdzv_backend", choices=["c10d", "static"],
+        help="either is a store on host 0, which is what there is")  # fmt: skip
+    add("--standalone", action="store_true", help="one host, any free port: the default")
     add("--master-addr", "--master_addr", metavar="HOST", help="the same as --rdzv-endpoint")
     add("--master-port", "--master_port", metavar="PORT", type=int, help="of --master-addr")
     parser.set_defaults(after_unknown_option="; options of the script come after it")
@@ -174,12 +178,29 @@ def _hosts(args: argparse.Namespace, ranks: int) -> JobHosts:
     count = int(high or low)
     if count < int(low):
         raise ConfigurationError(f"--nnodes MIN:MAX must not decrease; not {args.nnodes}")
-    if not 0 <= args.node_rank < count:
+    if args.standalone and (count > 1 or args.rdzv_endpoint or args.master_addr):
+        raise ConfigurationError("--standalone is one host, which needs no endpoint: leave it out")
+    if args.node_rank is not None and not 0 <= args.node_rank < count:
         raise ConfigurationError(
             f"--node-rank is a number from 0 to {count - 1} with --nnodes {count}; not "
             f"{args.node_rank}"
         )
-    return JobHosts(count, args.node_rank, ranks, _endpoint(args, count), int(low))
+    endpoint = _endpoint(args, count)
+    return JobHosts(count, _number(args.node_rank, count, endpoint), ranks, endpoint, int(low))
+
+
+def _number(given: int | None, count: int, endpoint: Endpoint) -> int:
+    """Which host this is; torchrun's commands do not say it, and are the same on all hosts."""
+    if given is not None:
+        return given
+    if count == 1 or is_local(endpoint.host):
+        return 0
+    if count > 2:
+        raise ConfigurationError(
+            f"--nnodes {count} needs --node-rank: {endpoint.host} is another machine and has 0, so "
+            f"this one has a number from 1 to {count - 1}"
+        )
+    return 1
 
 
 def _endpoint(args: argparse.Namespace, count: int) -> Endpoint:
@@ -293,8 +314,15 @@ def _info(folder: RunFolder, hosts: JobHosts, words: Sequence[str]) -> RunInfo:
         launcher_pid=os.getpid(),
         began_s=time.time(),
         versions={
-            "paceline": metadata.version("paceline"),
-            "torch": metadata.version("torch"),
+            **{name: _version(name) for name in ("paceline", "torch")},
             "python": platform.python_version(),
         },
     )
+
+
+def _version(name: str) -> str:
+    """Of a package; one that was not installed by pip need not say it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError
 from paceline.observe.run_folder import find_run
+from paceline.printable import printable
 from paceline.report.verify import VerifyResult, compare_checkpoints, compare_runs
 
 DESCRIPTION = """\
@@ -35,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         verdict = _compare(args.left, args.right)
     except PacelineError as error:
-        print(f"paceline verify: {error}", file=sys.stderr)
+        print(printable(f"paceline verify: {error}"), file=sys.stderr)
         return 2
-    print(verdict.text)
+    print(printable(verdict.text))
     return 0 if verdict.is_equal else 1
 
 

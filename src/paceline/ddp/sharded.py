@@ -17,6 +17,7 @@ from paceline.config import Shards
 from paceline.ddp.features.buffers import BufferSync
 from paceline.ddp.features.shard_buffers import ShardBuffers
 from paceline.ddp.features.shard_meeting import ShardMeeting
+from paceline.ddp.features.shard_parameters import ParameterWatch
 from paceline.ddp.features.shard_record import ShardRecord
 from paceline.ddp.features.shard_rounds import ShardRounds
 from paceline.ddp.reduce.reducer import Reducer
@@ -41,6 +42,7 @@ class ShardedTraining:
     module: Any
     reducer: Reducer | None
     _buffer_sync: BufferSync
+    parameters_to_ignore: set[str]
 
     def _make_shard_sums(self, shards: Shards | None) -> ShardSums | None:
         """Make what the reducer needs to know of shards."""
@@ -57,9 +59,14 @@ class ShardedTraining:
                 sums,
                 self.reducer,
                 ShardBuffers(self._buffer_sync),
-                ShardRecord(self.module, sums.policy.checksum_every),
+                ShardRecord(self.module, sums.policy.checksum_every, sums.policy.count),
                 ShardMeeting(self.module),
+                ParameterWatch(self._watched_parameters()),
             )
+
+    def _watched_parameters(self) -> dict[str, torch.Tensor]:
+        named = self.module.named_parameters()
+        return {name: each for name, each in named if name not in self.parameters_to_ignore}
 
     def run_shards(self, batch: Any, function: Callable[[Any], T]) -> list[T]:
         """Run a function for each shard of this rank; the gradients are those of all shards.

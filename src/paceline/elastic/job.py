@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -36,7 +37,7 @@ from paceline.launch.local_ranks import LocalRank, error_file, rank_streams
 from paceline.launch.output import LogFile
 from paceline.launch.rendezvous import JOIN_S, Endpoint, HostEnded
 from paceline.launch.screen import Screen
-from paceline.observe.private_file import write_whole
+from paceline.observe.private_file import open_private, write_whole
 from paceline.observe.run_folder import RECORD_AS, RunFolder
 from paceline.processes import host_name
 
@@ -233,7 +234,8 @@ class ElasticJob(Job):
         where = RankPlace(slot, local, index, worlds)
         log = LogFile(self._folder.log(slot), self._warn)
         is_shown = self._plan.shown is None or local in self._plan.shown
-        streams = rank_streams(log, self._screen.show if is_shown else None, slot)
+        show = self._screen.show_lines if slot else self._screen.show
+        streams = rank_streams(log, show if is_shown else None, slot)
         environ, target = self._member_environ(order, where, port), self._plan.target
         rank = LocalRank.start(self._server, where, target, environ, log, streams, run_member)
         self._members[member] = rank
@@ -294,7 +296,10 @@ class ElasticJob(Job):
         if self._is_first_host and self._agent is not None:
             here = {"host": host_name(), "pids": self._agent.pids_that_train()}
             line = {"at_s": time.time(), **asdict(found), **here}
-            with contextlib.suppress(OSError), self._folder.membership.open("a") as file:
+            with (
+                contextlib.suppress(OSError),
+                os.fdopen(open_private(self._folder.membership, os.O_APPEND), "a") as file,
+            ):
                 file.write(json.dumps(line) + "\n")
 
     # --- what happens to members ------------------------------------------------------------------

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from paceline.elastic.client import CoordinatorClient
 from paceline.elastic.epoch_store import is_on_several_hosts, open_store
 from paceline.elastic.events import MembershipEvent
-from paceline.elastic.find_supervisor import find_supervisor, leave_supervisor
 from paceline.elastic.hosts.listening import listening_at
 from paceline.elastic.protocol import DIRECTORY
 from paceline.elastic.state import State
+from paceline.elastic.supervise import find_supervisor, leave_supervisor
 from paceline.elastic.unblock import free_collectives
 from paceline.errors import (
     CollectiveError,

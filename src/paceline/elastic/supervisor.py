@@ -1,6 +1,6 @@
 """Keeps an elastic job together whose ranks ``paceline run`` has not started: a process of its own.
 
-Started by the first rank (:mod:`paceline.elastic.find_supervisor`). To ranks it is what a launcher
+Started by the first rank (:mod:`paceline.elastic.supervise`). To ranks it is what a launcher
 is: an agent, with the coordinator in a thread, and the same protocol. But it has started no rank,
 and replaces none. All ranks are on this host. Must not import torch.
 

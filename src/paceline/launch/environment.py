@@ -13,6 +13,13 @@ from paceline.launch.rendezvous import Endpoint
 
 PATCH = "PACELINE_PATCH"
 STALL_AFTER = "PACELINE_STALL_AFTER"
+OF_A_MEMBER = frozenset(
+    {
+        "PACELINE_RECORD_AS",
+        *(f"PACELINE_ELASTIC_{name}" for name in ("DIR", "MEMBER", "ATTEMPT", "HOSTS", "PID")),
+    }
+)
+"""What one rank of an elastic job is told, and no rank of a job that it starts may hear."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ def job_environ(
     ranks: int, run_dir: str, options: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """What all ranks of a host share; torch reads some of it when it is imported."""
-    found = dict(os.environ if environ is None else environ)
+    given = os.environ if environ is None else environ
+    found = {name: value for name, value in given.items() if name not in OF_A_MEMBER}
     found.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return {**found, **options, "PACELINE_RUN_DIR": run_dir}

@@ -21,8 +21,10 @@ from dataclasses import dataclass
 
 from paceline.launch.exits import exit_summary
 from paceline.launch.script import Raised
+from paceline.printable import printable_line
 
 TAIL_LINES = 12
+_TAIL_CHARACTERS = 400
 _TRACEBACK_LINES = 60
 _NAMED_RANKS = 8
 # What c10d's backends say when a peer has gone.
@@ -122,7 +124,8 @@ class Failure:
             lines.append(f"  it was last seen {culprit.last_seen}")
         if culprit.tail:
             lines.append(f"  the last lines that it wrote ({culprit.log}):")
-            lines += [f"    | {line}" for line in culprit.tail[-TAIL_LINES:]]
+            tail = (printable_line(line, _TAIL_CHARACTERS) for line in culprit.tail[-TAIL_LINES:])
+            lines += [f"    | {line}".rstrip() for line in tail]
         else:
             lines.append(f"  it wrote nothing ({culprit.log})")
         if self.others:

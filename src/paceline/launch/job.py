@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import select
 import selectors
 import signal
 import socket
@@ -20,6 +21,7 @@ from functools import partial
 from paceline.errors import ConfigurationError
 from paceline.launch import shutdown
 from paceline.launch.child import Child
+from paceline.launch.descriptors import descriptors_for
 from paceline.launch.environment import job_environ, places, rank_environ
 from paceline.launch.exits import exit_summary
 from paceline.launch.failure import Failure, find_failure
@@ -105,8 +107,11 @@ class Job:
             self._served() as self._server,
             contextlib.ExitStack() as stack,
         ):
+            stack.enter_context(descriptors_for(ranks))  # of the launcher alone: ranks are forked
             stack.callback(self._close)
             reader = self._signal_end
+            self._screen.is_urgent = lambda: bool(self._signals) or _has_more(reader)
+            stack.callback(setattr, self._screen, "is_urgent", bool)  # nobody hears signals then
             self._selector.register(reader, selectors.EVENT_READ, lambda: self._on_signals(reader))
             self._start_store()
             while not self._is_over():
@@ -334,3 +339,10 @@ class Job:
             rank.close()
         if self._store is not None:
             self._store.close()
+
+
+def _has_more(reader: socket.socket) -> bool:
+    """Whether a signal has come that the loop has not heard of."""
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
+    return bool(poll.poll(0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.launch.child import Child
 from paceline.launch.environment import RankPlace
@@ -22,10 +22,13 @@ from paceline.launch.target import Target
 from paceline.launch.wire import EndPolicy
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.last_seen import last_activity
+from paceline.observe.stall.stacks import innermost_place
 
 # If the launcher is killed; and what becomes of processes that a rank has left in its session.
 _ORPHANED = EndPolicy(first=signal.SIGTERM, grace_s=3.0)
 _LINGER_S = 10.0
+_CRASH = "Fatal Python error: "
+_CRASH_LINES = 200
 
 
 class LocalRank:
@@ -86,8 +89,11 @@ class LocalRank:
         for stream in self.streams:
             stream.read_rest()
         self.log_traceback()
-        if self.child.exit_code == -signal.SIGKILL and not self.was_stopped:
+        code = self.child.exit_code or 0
+        if code == -signal.SIGKILL and not self.was_stopped:
             self._note = explain_sigkill(oom_kills_before)
+        elif code < 0 and not self.was_stopped:
+            self._note = crash_place(self.log.tail(_CRASH_LINES))
 
     def until_lingering_s(self) -> float | None:
         """Seconds until it has raised long ago and has not ended; None if that is not so."""
@@ -123,6 +129,13 @@ class LocalRank:
         for stream in self.streams:
             stream.close()
         self.log.close()
+
+
+def crash_place(lines: Sequence[str]) -> str:
+    """Where Python was when a process crashed, by what faulthandler wrote; '' if it did not."""
+    _, crashed, stack = "\n".join(lines).rpartition(_CRASH)
+    place = innermost_place(stack.partition("\n\n")[2]) if crashed else ""
+    return f"at {place}" if place else ""
 
 
 def rank_streams(

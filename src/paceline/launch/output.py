@@ -13,12 +13,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from paceline.observe.private_file import open_private
+
 _CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 14
 _PIPE_BYTES = 1 << 20  # a launcher that is busy for a moment does not stop ranks
+_LINE_BYTES = 1 << 16  # what has no end after so much is shown as if it had
 
 Show = Callable[[int, bytes], None]
 """Writes to the terminal: descriptor 1 or 2, and bytes."""
+
+
+def visible_part(line: bytes) -> bytes:
+    """What one sees of a line: a progress bar goes back to its begin and writes anew."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def begun_line(data: bytes) -> bytes:
+    """Of a line that has not ended, what has to be kept: hours of a progress bar are one line."""
+    return visible_part(data) + b"\r" * data.endswith(b"\r")
 
 
 class LogFile:
@@ -36,8 +49,7 @@ class LogFile:
         self._tail: collections.deque[bytes] = collections.deque()
         self._tail_bytes = 0
         with self._forgiven():
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.fdopen(os.open(path, flags, 0o600), "ab", buffering=0)
+            self._file = os.fdopen(open_private(path, os.O_APPEND), "ab", buffering=0)
 
     def write(self, data: bytes) -> None:
         """Append; never raises."""
@@ -54,8 +66,9 @@ class LogFile:
 
     def tail(self, lines: int) -> list[str]:
         """The last lines, written or not; of a progress bar, what one would see."""
-        text = b"".join(self._tail).decode(errors="replace").rstrip()
-        return [line.rpartition("\r")[2] for line in text.split("\n")][-lines:] if text else []
+        text = b"".join(self._tail).rstrip()
+        shown = [visible_part(line).decode(errors="replace") for line in text.split(b"\n")]
+        return shown[-lines:] if text else []
 
     def _append(self, data: bytes) -> None:
         if self._file is not None:
@@ -120,9 +133,14 @@ class RankStream:
         return bool(data)
 
     def read_rest(self) -> None:
-        """At the rank's end: take what is left, and do not wait for children that hold the pipe."""
+        """At the rank's end: take what is left, and do not wait for children that hold the pipe.
+
+        No more than a pipe holds: a child may write for ever.
+        """
+        left = _PIPE_BYTES
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._reader, _CHUNK_BYTES):
+            while left > 0 and (data := os.read(self._reader, _CHUNK_BYTES)):
+                left -= len(data)
                 self._log.write(data)
                 self._display(data)
         if self._partial:
@@ -140,7 +158,11 @@ class RankStream:
         if not self._prefix:
             self.show(self._number, data)
             return
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        text = b"".join(self._prefix + line.rpartition(b"\r")[2] + b"\n" for line in lines)
+        *lines, begun = (self._partial + data).split(b"\n")
+        self._partial = begun_line(begun)
+        if len(self._partial) > _LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        text = b"".join(self._prefix + visible_part(line) + b"\n" for line in lines)
         if text:
             self.show(self._number, text)

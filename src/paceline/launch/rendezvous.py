@@ -62,6 +62,18 @@ class JobHosts:
     minimum: int = 1
 
 
+def is_local(host: str) -> bool:
+    """Say whether a name or an address is this machine's: only on one's own can one listen."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, 0, type=socket.SOCK_DGRAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
 def keep_store(pipe: Connection, hosts: JobHosts) -> int:
     """Serve or reach the store until the launcher closes its pipe. What the child runs."""
     try:

@@ -11,15 +11,24 @@ import contextlib
 import importlib
 import io
 import os
+import select
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, cast
+
+from paceline.launch.output import begun_line, visible_part
 
 TABLE_EVERY_S = 0.5
 LINE_EVERY_S = 10.0
 _HOLD_S = 0.5
 """How long lines of other ranks wait for the end of a line of rank 0 that comes in pieces."""
+_LOOK_S = 0.1
+_URGENT_S = 1.0
+"""How long a launcher that was told to end waits for somebody who does not read its output."""
+_PIECE_BYTES = select.PIPE_BUF
+"""What a pipe that can be written to takes without waiting."""
+_ROWS_BESIDE = 7  # lines of the terminal that are not for the rows of the table
 
 
 class _Terminal(io.TextIOBase):
@@ -43,6 +52,21 @@ class _Terminal(io.TextIOBase):
         return 1
 
 
+class _BegunLines:
+    """For rich: lines that rank 0 has begun, as they are whenever the table is drawn."""
+
+    def __init__(self, partial: Mapping[int, bytes]) -> None:
+        self._partial = partial
+
+    def __rich_console__(self, *_: object) -> Iterator[Any]:
+        from rich.text import Text
+
+        for data in self._partial.values():
+            text = visible_part(data).decode(errors="replace")
+            if text:
+                yield Text.from_ansi(text, no_wrap=True, overflow="ellipsis")
+
+
 class Screen:
     """Writes to stdout and stderr; one that nobody reads any more is left alone.
 
@@ -50,9 +74,13 @@ class Screen:
 
     Args:
         table: A LiveTable; None shows output only.
+
+    Attributes:
+        is_urgent: Asked while nobody reads our output: whether to wait no longer for that.
     """
 
     def __init__(self, table: Any = None) -> None:
+        self.is_urgent: Callable[[], bool] = lambda: False
         self._table = table
         self._closed: set[int] = set()
         self._partial: dict[int, bytes] = {1: b"", 2: b""}
@@ -110,7 +138,8 @@ class Screen:
     def show(self, number: int, data: bytes) -> None:
         """Pass on what rank 0 wrote to descriptor ``number``, as it comes."""
         if self._live is not None:  # above the table, so in whole lines
-            whole, end, self._partial[number] = (self._partial[number] + data).rpartition(b"\n")
+            whole, end, begun = (self._partial[number] + data).rpartition(b"\n")
+            self._partial[number] = begun_line(begun)
             if end:
                 self._print(number, whole)
             return
@@ -153,7 +182,7 @@ class Screen:
         left = lines.split(b"\n")
         with self._table_or_lines():
             while left:
-                text = left[0].rpartition(b"\r")[2].decode(errors="replace")
+                text = visible_part(left[0]).decode(errors="replace")
                 self._live.console.out(text, highlight=False)
                 del left[0]
         if left:
@@ -173,9 +202,16 @@ class Screen:
             self._drop_table()  # nobody sees it, nor that it ends
         elif self._live is not None:
             self._next_s = time.monotonic() + TABLE_EVERY_S
-            self._live.update(self._table.render(), refresh=True)
+            self._live.update(self._render(), refresh=True)
         else:
             self._write_line()
+
+    def _render(self) -> Any:
+        """The table; above it what rank 0 has begun to write, such as a progress bar."""
+        from rich.console import Group
+
+        rows = max(1, self._live.console.height - _ROWS_BESIDE)
+        return Group(_BegunLines(self._partial), self._table.render(rows))
 
     def _write_line(self) -> None:
         self._next_s = time.monotonic() + LINE_EVERY_S
@@ -195,11 +231,26 @@ class Screen:
     def _write(self, number: int, data: bytes) -> None:
         while data and number not in self._closed:
             try:
-                data = data[os.write(number, data) :]
+                if self._is_writable(number):
+                    data = data[os.write(number, data[:_PIECE_BYTES]) :]
+                else:  # somebody has it and does not read: the launcher ends nevertheless
+                    self._closed.add(number)
             except BlockingIOError:  # somebody made our terminal non-blocking
                 time.sleep(0.01)
             except OSError:  # `paceline run … | head`: training goes on
                 self._closed.add(number)
+
+    def _is_writable(self, number: int) -> bool:
+        """Wait until a descriptor takes something, or for a moment only once it is urgent."""
+        poll = select.poll()  # of one that is closed it says something, too
+        poll.register(number, select.POLLOUT)
+        until_s = None
+        while not poll.poll(_LOOK_S * 1000):
+            if self.is_urgent():
+                until_s = until_s or time.monotonic() + _URGENT_S
+                if time.monotonic() >= until_s:
+                    return False
+        return True
 
 
 def make_table(folder: Any, ranks: int) -> Any:

@@ -9,6 +9,7 @@ pipe, with the traceback: it goes into the log, and onto the terminal once. Who 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib.util
 import json
 import os
@@ -66,6 +67,8 @@ def run_rank(pipe: Connection, target: Target, rank: int, environ: Mapping[str, 
     if target.kind is TargetKind.COMMAND:
         os.execvp(target.name, [target.name, *target.args])
     sys.orig_argv = [sys.executable, "-u", *target.words]
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)  # a crash says in which line: see local_ranks.py
     reporter = _ErrorReporter(pipe)
     sys.excepthook = reporter.last_hook
     try:

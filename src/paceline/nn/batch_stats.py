@@ -104,8 +104,9 @@ class NormalizeOverRanks(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         sum_dy, sum_dy_xhat = sums.clone()
         dx = None
-        if needs_x:
+        if needs_x or ctx.exchange.always_sums:
             ctx.exchange.sum(sums)
+        if needs_x:
             dx = _input_gradient(dy, x, weight, mean, invstd, sums / total.clamp(min=1))
         # Of this rank alone: the wrapper around the model averages them, like all gradients.
         dweight = sum_dy_xhat.to(weight.dtype) if needs_weight else None

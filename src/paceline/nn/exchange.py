@@ -29,6 +29,8 @@ class ExchangeTerms:
 class Exchange:
     """Talks to the ranks of one group."""
 
+    always_sums = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._watch = watch_of(group)

@@ -2,13 +2,15 @@
 
 One JSON object in a line for each round (a step) of a training over shards. Written by
 :mod:`paceline.ddp.features.shard_record`, read by :mod:`paceline.report.verify`. Must not import
-torch.
+torch. A process with several wrappers has a file for each: ``rank0.checksums`` of the first one,
+``rank0.1.checksums`` of the second.
 
-    {"round": 12, "tensors": {"layer.weight": "9f..."}, "shards": {"3": ["5a...", "77..."]}}
+    {"round": 12, "of": 8, "tensors": {"layer.weight": "9f.."}, "shards": {"3": ["5a..", "77.."]}}
 
-``tensors`` are the parameters and buffers that the round begins with; one rank writes them.
-``shards`` are those of this rank: a checksum of its micro-batch, and one of what the module made of
-it. A round that is done again, after a rank has died, has a second line, which counts.
+``of`` is the number of shards of all ranks. ``tensors`` are the parameters and buffers that the
+round begins with; one rank writes them. ``shards`` are those of this rank: a checksum of its
+micro-batch, and one of what the module made of it. A round that is done again, after a rank has
+died, has a second line, which counts.
 
 [Note: bounded]
 A file has :data:`MAX_BYTES` at most. When it is full, every second of its rounds is dropped, and
@@ -24,12 +26,15 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from paceline.config import MAX_SHARDS
 from paceline.errors import RecordsError
+from paceline.observe.private_file import open_private
 from paceline.observe.untrusted import MAKES_NO_SENSE, read_bounded
 
 MAX_BYTES = 32 << 20
-_NAME = re.compile(r"rank(\d+)\.checksums")
+_NAME = re.compile(r"rank(\d+)(?:\.(\d+))?\.checksums")
 
 logger = logging.getLogger("paceline")
 
@@ -42,18 +47,35 @@ class RoundChecksums:
         round: Its number.
         tensors: Checksums of parameters and buffers at its begin, by name.
         shards: For each shard, checksums of its micro-batch and of its output.
+        count: How many shards there are; 0: that is not known.
     """
 
     round: int
     tensors: dict[str, str] = field(default_factory=dict)
     shards: dict[int, tuple[str, str]] = field(default_factory=dict)
+    count: int = 0
 
 
 class ChecksumWriter:
-    """Appends rounds to a file. A full disk costs the record, not the training."""
+    """Appends rounds to a file. A full disk costs the record, not the training.
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, limit: int = MAX_BYTES) -> None:
-        self.path: Path | None = Path(folder) / f"rank{rank}.checksums"
+    Args:
+        folder: Of the run.
+        rank: Whose file.
+        wrapper: Of this process, counted from 0.
+        limit: Bytes.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        *,
+        wrapper: int = 0,
+        limit: int = MAX_BYTES,
+    ) -> None:
+        name = f"rank{rank}.{wrapper}" if wrapper else f"rank{rank}"
+        self.path: Path | None = Path(folder) / f"{name}.checksums"
         self._limit = limit
         self._interval = 1
 
@@ -68,12 +90,13 @@ class ChecksumWriter:
         line = json.dumps(
             {
                 "round": found.round,
+                "of": found.count,
                 "tensors": found.tensors,
                 "shards": {str(shard): list(pair) for shard, pair in found.shards.items()},
             }
         )
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            descriptor = open_private(self.path, os.O_APPEND)
             with os.fdopen(descriptor, "a") as file:
                 file.write(line + "\n")
                 size = file.tell()
@@ -113,29 +136,37 @@ def read_file(path: Path) -> dict[int, RoundChecksums]:
             data = json.loads(line)
             shards = {int(k): (str(a), str(b)) for k, (a, b) in data["shards"].items()}
             tensors = {str(k): str(v) for k, v in data["tensors"].items()}
-            each = RoundChecksums(int(data["round"]), tensors, shards)
+            each = RoundChecksums(int(data["round"]), tensors, shards, _count(data["of"]))
         except (*MAKES_NO_SENSE, AttributeError) as error:
             raise RecordsError(f"{path}, line {number + 1} is no record of checksums") from error
         found[each.round] = each
     return found
 
 
-def read_run(folder: Path) -> dict[int, RoundChecksums]:
-    """Read what all ranks of a run have recorded, as one.
+def _count(value: Any) -> int:
+    if not 0 <= int(value) <= MAX_SHARDS:
+        raise ValueError("no number of shards")
+    return int(value)
+
+
+def read_run(folder: Path) -> list[dict[int, RoundChecksums]]:
+    """Read what all ranks of a run have recorded, as one: the rounds of each wrapper.
 
     Raises:
         RecordsError: There are no checksums in the folder, or a file of them is damaged.
     """
-    rounds: dict[int, RoundChecksums] = {}
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    for path in sorted(paths, key=lambda each: each.stat().st_mtime):
+    wrappers: dict[int, dict[int, RoundChecksums]] = {}
+    matches = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    paths = [(path, int(match[2] or 0)) for path, match in matches if match]
+    for path, wrapper in sorted(paths, key=lambda each: each[0].stat().st_mtime):
+        rounds = wrappers.setdefault(wrapper, {})
         for number, each in read_file(path).items():
-            into = rounds.setdefault(number, RoundChecksums(number))
+            into = rounds.setdefault(number, RoundChecksums(number, count=each.count))
             into.tensors.update(each.tensors)
             into.shards.update(each.shards)
-    if not rounds:
+    if not any(wrappers.values()):
         raise RecordsError(
             f"{folder} has no checksums: a training over shards (docs/same-bits.md) writes them "
             "while it runs under `paceline run`, or with PACELINE_RUN_DIR set"
         )
-    return dict(sorted(rounds.items()))
+    return [dict(sorted(rounds.items())) for _, rounds in sorted(wrappers.items())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -152,21 +153,26 @@ class LiveTable:
                 return process_state(info.pid, 0) is ProcessState.STOPPED
         return False
 
-    def render(self) -> Table:
-        """Return a table for rich, at most 80 columns wide."""
+    def render(self, rows: int = sys.maxsize) -> Table:
+        """Return a table for rich, at most 80 columns wide and so many ranks long."""
         from rich.table import Table
 
         statuses = self.statuses()
         standings = self._standings(statuses)
         caption = self._caption(self._training(statuses))
+        if not any(statuses.values()):
+            caption = "recorded from the first Paceline DDP on (torch's DDP: --patch)"
         table = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
         for name, width in (("rank", 4), ("step", 7), ("samples/s", 9), ("loss", 9)):
             table.add_column(name, justify="right", no_wrap=True, min_width=width)
         table.add_column("waiting", justify="right", no_wrap=True, min_width=7)
         table.add_column("memory", justify="right", no_wrap=True, min_width=8)
         table.add_column("now", no_wrap=True, overflow="ellipsis", min_width=12)
-        for rank, status in statuses.items():
-            table.add_row(str(rank), *_cells(status, standings[rank]))
+        shown = list(statuses)[: rows if len(statuses) <= rows else max(1, rows - 1)]
+        for rank in shown:
+            table.add_row(str(rank), *_cells(statuses[rank], standings[rank]))
+        if len(shown) < len(statuses):  # what is below the terminal's end would not be seen
+            table.add_row("", *[""] * 5, f"{len(statuses) - len(shown)} more ranks")
         return table
 
     def line(self) -> str:

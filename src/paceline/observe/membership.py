@@ -103,6 +103,16 @@ def standing_of(info: RankInfo, changes: Sequence[MembershipChange], *, is_gone:
     return Standing.LEFT if is_gone else Standing.SPARE
 
 
+def is_of_earlier_job(info: RankInfo, first: RankInfo) -> bool:
+    """Say whether a file was left by a job with more ranks, in a folder that was used again.
+
+    Args:
+        info: Who wrote the file.
+        first: Who wrote that of the lowest rank, which every job writes anew.
+    """
+    return info.world != first.world and info.rank >= first.world > first.rank
+
+
 def _parse(line: bytes) -> MembershipChange | None:
     try:
         found = json.loads(line)

@@ -14,6 +14,19 @@ from pathlib import Path
 from typing import IO
 
 
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file to write into it; if it is new, nobody else can read it.
+
+    PACELINE_RUN_DIR may name a folder that others can write into: a link that leads to another
+    file is refused, and a pipe that nobody reads is not waited for.
+
+    Raises:
+        OSError: It cannot be written, or is a link.
+    """
+    safe = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, safe | flags, 0o600)
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[str]]:
     """A file to write, which has its name once the block has ended without an exception.

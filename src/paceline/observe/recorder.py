@@ -51,6 +51,7 @@ class Recorder:
     Attributes:
         pending: Steps that are reduced and not over ([Note: when a step is over]).
         outermost: The wrapper whose forward runs, and not inside of another's; or NOBODY.
+        is_evaluating: Its forward is none of a step.
         last_ended: When a step ended, the newest.
         listeners: Called with every step; must not raise.
         usage: What the kernel says of this process.
@@ -59,6 +60,7 @@ class Recorder:
     def __init__(self, writer: EventWriter | None) -> None:
         self.pending: list[PendingStep] = []
         self.outermost = NOBODY
+        self.is_evaluating = False
         self.last_ended = 0
         self.usage = ProcessUsage()
         self.listeners: list[Callable[[StepRecord], None]] = []

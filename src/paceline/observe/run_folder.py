@@ -9,6 +9,7 @@ Made by ``paceline run`` (or by whoever sets PACELINE_RUN_DIR), read by ``paceli
       rank0.log             what rank 0 wrote to stdout and stderr
       rank0.events          its records (ring.py)
       rank0.checksums       of a training over shards (checksum_file.py)
+      rank0.1.checksums     the same for a second wrapper with shards
       membership.jsonl      an elastic job's epochs: who, why, how long each phase took
       failure.txt           the block that says who failed first, if somebody did
       stall-1.txt           a stall report, if there was one
@@ -35,6 +36,12 @@ RUN_DIR = "PACELINE_RUN_DIR"
 RECORD_AS = "PACELINE_RECORD_AS"
 """The environment variable with the number that names a rank's files, where that is not its rank:
 in an elastic job ranks change, and files do not."""
+
+WHO_RECORDS = (
+    "Paceline's DDP records, from the first wrapper on; a script with torch's DDP needs `paceline "
+    "run --patch`"
+)
+"""For whoever looks for records and finds none."""
 
 RUNS = Path("paceline-runs")
 """Where ``paceline run`` puts run folders, below the working directory."""

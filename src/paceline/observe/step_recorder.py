@@ -97,6 +97,7 @@ class StepRecorder:
         now = _now_ns()
         if recorder.outermost in (NOBODY, self._wrapper):
             recorder.outermost = self._wrapper
+            recorder.is_evaluating = not is_training
             recorder.set_activity(_FORWARD, now, self._step)
         if is_training:
             step = self._current

@@ -14,7 +14,7 @@ from paceline.observe.records import RankHistory, StepRecord
 from paceline.report.numbers import median
 from paceline.report.phases import NS_PER_MS, Phase
 from paceline.report.steps import JobStep
-from paceline.report.stragglers import Straggler, worst_phase
+from paceline.report.stragglers import Pattern, Straggler, worst_phase
 
 # What a page from disk costs, at least: an SSD's read.
 FAULT_NS = 100_000
@@ -33,6 +33,7 @@ class Cause(enum.Enum):
     TOO_MANY_THREADS = "more threads than cores"
     PAGING = "paging"
     DATA_LOADER = "data loader"
+    BETWEEN_STEPS = "between two steps"
     MORE_WORK = "more work"
     BLOCKED = "blocked"
     UNKNOWN = "unknown"
@@ -75,7 +76,8 @@ def diagnose(
     if excess.explains(excess.run_delay_ns):
         return _no_core(excess, host)
     if straggler.phase is Phase.INPUT:
-        return _data_loader(excess)
+        is_usual = straggler.pattern is Pattern.CHRONIC
+        return _data_loader(excess) if is_usual else _between_steps(excess)
     if not excess.has_counts:
         return Diagnosis(Cause.UNKNOWN, "the cause is not known", "no CPU times were recorded")
     if excess.explains(excess.cpu_ns):
@@ -194,6 +196,16 @@ def _data_loader(excess: _Excess) -> Diagnosis:
         text = "it waits for its data loader: more workers, or faster storage"
     evidence = f"{_ms(excess.late_ns)} late, {_ms(max(0, excess.cpu_ns))} more CPU time"
     return Diagnosis(Cause.DATA_LOADER, text, evidence)
+
+
+def _between_steps(excess: _Excess) -> Diagnosis:
+    """What happens in few steps: a loader has to be quick in all of them."""
+    text = (
+        "something that only now and then comes between two steps: a checkpoint, an evaluation or "
+        "logging on this rank alone, or a data loader whose workers start"
+    )
+    evidence = f"{_ms(excess.late_ns)} late, {_ms(max(0, excess.cpu_ns))} more CPU time"
+    return Diagnosis(Cause.BETWEEN_STEPS, text, evidence)
 
 
 def _more_work(excess: _Excess) -> Diagnosis:

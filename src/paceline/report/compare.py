@@ -25,6 +25,7 @@ MIN_BLOCKS = 5
 # Differences below these are not worth a word, however certain they are.
 MIN_RATIO = 0.01
 MIN_MS = 0.01
+SEVERAL = 2.0  # from this ratio on it is told as times, not as percent
 SHOWN_PHASES = (Phase.INPUT, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
@@ -152,6 +153,8 @@ def headline(comparison: RunComparison) -> str:
         return "Steps take as long as before: the difference is within the noise."
     parts = [each for each in comparison.changes[1:8] if each.verdict is step.verdict]
     most = max(parts, key=lambda each: abs(each.after_ms - each.before_ms), default=None)
-    word = step.verdict.value
-    text = f"Steps are {abs(1 - step.ratio):.0%} {word}".replace("%", " %")
+    word = "less" if step.verdict is ChangeVerdict.FASTER else "more"
+    text = f"A step takes {abs(1 - step.ratio):.0%} {word} time".replace("%", " %")
+    if step.ratio >= SEVERAL:
+        text = f"A step takes {step.ratio:.3g} times as long"
     return f"{text}, most of it in {most.name}." if most else f"{text}."

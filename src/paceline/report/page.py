@@ -45,7 +45,7 @@ def render_report(measured: Measured) -> str:
         a=a,
         headline=emphasise(wording.headline(a)),
         culprit=a.culprit,
-        warnings=wording.warnings(a),
+        warnings=wording.warnings(a, is_failure_told=bool(a.failure)),
         bars=_bars(a, longest),
         heat=figures.heat_rows(measured.steps, [rank.rank for rank in a.ranks]),
         backward_ends=backward_ends,

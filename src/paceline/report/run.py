@@ -14,11 +14,12 @@ from itertools import islice
 from pathlib import Path
 
 from paceline.errors import ConfigurationError
-from paceline.observe.membership import MembershipChange, read_membership
+from paceline.observe.membership import MembershipChange, is_of_earlier_job, read_membership
 from paceline.observe.records import Activity, RankHistory
 from paceline.observe.ring import read_history
-from paceline.observe.run_folder import RunFolder, RunInfo
-from paceline.processes import ProcessState, host_name, process_state
+from paceline.observe.run_folder import WHO_RECORDS, RunFolder, RunInfo
+from paceline.observe.stall.account import read_watch_info
+from paceline.processes import ProcessState, host_name, process_space, process_state
 from paceline.report.elastic import current_members, join_former, lost_records
 
 # A rank of another host that has not written for this long is gone.
@@ -83,6 +84,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if membership:
         problems += lost_records(folder, histories, membership)
         histories = join_former(folder, histories)
+    else:
+        problems += _leave_out_earlier(histories)
     if not any(history.steps for history in histories):
         raise ConfigurationError(
             f"the run {path} has not finished a step yet, so there is nothing to report; "
@@ -91,9 +94,20 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     info, failure = folder.read_info(), _failure(folder)
     if not membership:
         problems += _missing(histories, info)
-    state = _state(current_members(histories, membership), failure)
+    state = _state(folder, current_members(histories, membership), failure)
     name = _name(folder)
     return Run(name, info, tuple(histories), state, failure, tuple(problems), membership)
+
+
+def _leave_out_earlier(histories: list[RankHistory]) -> list[str]:
+    """Leave out what a job with more ranks has left in the folder; say so."""
+    first = histories[0].info
+    left = [h for h in histories if is_of_earlier_job(h.info, first)]
+    histories[:] = [each for each in histories if not is_of_earlier_job(each.info, first)]
+    if not left:
+        return []
+    ranks = ", ".join(str(history.info.rank) for history in left[:MAX_NAMED])
+    return [f"Records of an earlier job with more ranks ({ranks}) are left out."]
 
 
 def _open(path: Path) -> RunFolder:
@@ -106,6 +120,8 @@ def _open(path: Path) -> RunFolder:
         ranks = folder.ranks()
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
+    if not ranks and folder.read_info() is not None:
+        raise ConfigurationError(f"no rank of the run {path} has recorded anything: {WHO_RECORDS}")
     if not ranks:
         raise ConfigurationError(
             f"{path} is not a run folder: it holds no rank*.events{_newest_hint(path)}. Start a "
@@ -154,8 +170,8 @@ def _missing(histories: list[RankHistory], info: RunInfo | None) -> list[str]:
     return [f"Of {world} ranks, {names} left no readable records: {lost}."]
 
 
-def _state(histories: list[RankHistory], failure: str) -> RunState:
-    if any(_is_alive(history) for history in histories):
+def _state(folder: RunFolder, histories: list[RankHistory], failure: str) -> RunState:
+    if any(_is_alive(folder, history) for history in histories):
         return RunState.RUNNING
     ended = [history.status.activity is Activity.ENDED for history in histories]
     # A rank that ended in order has nothing to add.
@@ -165,9 +181,13 @@ def _state(histories: list[RankHistory], failure: str) -> RunState:
     return RunState.FINISHED if all(ended) else RunState.STOPPED
 
 
-def _is_alive(history: RankHistory) -> bool:
+def _is_alive(folder: RunFolder, history: RankHistory) -> bool:
     if history.status.activity is Activity.ENDED:
         return False
+    watch = read_watch_info(folder.watch(history.info.rank))
+    if watch is not None and watch.pid == history.info.pid and watch.space == process_space():
+        # Since when it runs is known, too: its pid may be another process's by now.
+        return process_state(watch.pid, watch.started) is not ProcessState.DEAD
     if history.info.host != host_name():
         beat_s = (history.status.beat_ns + history.info.wall_minus_monotonic_ns) / 1e9
         return time.time() - beat_s < SILENT_S

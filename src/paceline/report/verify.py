@@ -5,8 +5,8 @@ Called by ``paceline verify``. Knows files; torch is imported for checkpoints on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class VerifyResult:
 
     Attributes:
         is_equal: All that both have is the same.
-        text: The same in words.
+        text: The same in words, with what one of them does not have.
         round: The first step that differs, if these are runs.
         shard: The first shard that differs there, if one does.
         names: Parameters and buffers that differ first.
@@ -42,34 +42,65 @@ def compare_runs(left: Path, right: Path) -> VerifyResult:
     Raises:
         RecordsError: One of them has no checksums, or they have no step in common.
     """
-    return compare_rounds(read_run(left), read_run(right), str(left), str(right))
+    names = str(left), str(right)
+    mine, theirs = read_run(left), read_run(right)
+    if len(mine) != len(theirs):
+        text = f"{names[0]} has {len(mine)} wrappers with shards, {names[1]} has {len(theirs)}"
+        return VerifyResult(False, text)
+    verdicts = [_compare_rounds(*pair, names) for pair in zip(mine, theirs, strict=True)]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    named = [replace(v, text=f"wrapper {n}: {v.text}") for n, v in enumerate(verdicts, 1)]
+    different = [each for each in named if not each.is_equal]
+    if different:
+        return min(different, key=lambda each: each.round or 0)
+    return VerifyResult(True, "\n".join(each.text for each in named))
 
 
-def compare_rounds(
-    left: Mapping[int, RoundChecksums],
-    right: Mapping[int, RoundChecksums],
-    left_name: str,
-    right_name: str,
-) -> VerifyResult:
-    """The same for what was read."""
+Rounds = Mapping[int, RoundChecksums]
+
+
+def _compare_rounds(left: Rounds, right: Rounds, names: tuple[str, str]) -> VerifyResult:
     common = sorted(set(left) & set(right))
     if not common:
         raise RecordsError(
-            f"{left_name} and {right_name} have no step in common: one has steps "
-            f"{_span(left)}, the other {_span(right)}"
+            f"{names[0]} and {names[1]} have no step in common: one has steps {_span(left)}, the "
+            f"other {_span(right)}"
         )
     for number in common:
-        found = _compare_round(left[number], right[number])
+        found = _compare_round(left[number], right[number], names)
         if found is not None:
             return found
     text = f"equal: {len(common)} steps, {_span(common)}"
     only = sorted(set(left) ^ set(right))
     if only:
         text += f"; {len(only)} steps are recorded in one of the two only"
+    for name, rounds in zip(names, (left, right), strict=True):
+        text += _incomplete(name, [rounds[number] for number in common])
     return VerifyResult(True, text)
 
 
-def _compare_round(left: RoundChecksums, right: RoundChecksums) -> VerifyResult | None:
+def _incomplete(name: str, rounds: Sequence[RoundChecksums]) -> str:
+    """Say what a run has not recorded: a file is missing, or a rank died before it wrote."""
+    bare = sum(not each.tensors for each in rounds)
+    text = f"; {name} has no parameters of {bare} of them" if bare else ""
+    lacking = [set(range(each.count)) - set(each.shards) for each in rounds]
+    steps = sum(map(bool, lacking))
+    if steps:
+        shards = ", ".join(map(str, sorted(set().union(*lacking))))
+        text += f"; {name} has no checksums of shards {shards} in {steps} of them"
+    return text
+
+
+def _compare_round(
+    left: RoundChecksums, right: RoundChecksums, runs: tuple[str, str]
+) -> VerifyResult | None:
+    if left.count != right.count:
+        text = (
+            f"step {left.round}: {runs[0]} has {left.count} shards, {runs[1]} has {right.count}; "
+            "only trainings with as many shards have the same bits"
+        )
+        return VerifyResult(False, text, left.round)
     names = tuple(_different(left.tensors, right.tensors))
     number = left.round
     if names:
@@ -97,7 +128,11 @@ def compare_checkpoints(left: Path, right: Path) -> VerifyResult:
         RecordsError: One of them is no checkpoint that may be read safely.
     """
     mine, theirs = _load(left), _load(right)
-    names = [name for name in {**mine, **theirs} if not _is_same(mine.get(name), theirs.get(name))]
+    names = [
+        name
+        for name in {**mine, **theirs}
+        if name not in mine or name not in theirs or not _is_same(mine[name], theirs[name])
+    ]
     if not names:
         return VerifyResult(True, f"equal: {len(mine)} values")
     text = f"{listed(names, MAX_NAMES)} differ, of {len(mine)}"
@@ -105,13 +140,11 @@ def compare_checkpoints(left: Path, right: Path) -> VerifyResult:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    import pickle
-
     import torch
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged file may raise anything
         raise RecordsError(
             f"{path} cannot be read as a checkpoint of torch.save: {error}"
         ) from error
@@ -119,7 +152,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
+    if isinstance(value, (dict, list, tuple)) and not value:
+        yield name, value
+    elif isinstance(value, dict):
         for key, each in value.items():
             yield from _flat(each, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
@@ -133,14 +168,23 @@ def _is_same(left: Any, right: Any) -> bool:
     import torch
 
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return type(left) is type(right) and bool(left == right or repr(left) == repr(right))
+        if type(left) is not type(right):
+            return False
+        is_same_number = left == right and not isinstance(left, float)  # -0.0 is not 0.0
+        return bool(is_same_number or repr(left) == repr(right))
     if left.shape != right.shape or left.dtype != right.dtype or left.layout != right.layout:
         return False
     if left.is_sparse:
         left, right = left.coalesce(), right.coalesce()
         return _is_same(left.indices(), right.indices()) and _is_same(left.values(), right.values())
-    pairs = (each.contiguous().reshape(-1).view(torch.uint8) for each in (left, right))
-    return torch.equal(*pairs)
+    if left.layout is not torch.strided:  # compressed rows or columns
+        left, right = left.to_dense(), right.to_dense()
+    if left.is_quantized:
+        if not torch.equal(left.dequantize(), right.dequantize()):
+            return False
+        left, right = left.int_repr(), right.int_repr()
+    plain = (each.resolve_conj().resolve_neg().contiguous() for each in (left, right))
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in plain))
 
 
 def _different(left: Mapping[str, str], right: Mapping[str, str]) -> Iterator[str]:

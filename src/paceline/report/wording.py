@@ -14,6 +14,7 @@ SHORT_CAUSES = {
     Cause.TOO_MANY_THREADS: "there are more threads than cores",
     Cause.PAGING: "pages come from disk",
     Cause.DATA_LOADER: "it waits for its data loader",
+    Cause.BETWEEN_STEPS: "a checkpoint, an evaluation or logging, perhaps",
     Cause.MORE_WORK: "it computes more than the others",
     Cause.BLOCKED: "it sleeps, or waits for something outside",
 }
@@ -48,6 +49,8 @@ def headline(analysis: Analysis) -> str:
     if exposed >= MUCH:
         return f"{percent(exposed)} of each step is communication that backward does not hide."
     usual = duration(analysis.times.p50)
+    if len(analysis.ranks) == 1:
+        return f"One rank, which waits for nobody: {usual} a step."
     return f"Nobody holds the others up: {usual} a step, and all ranks keep pace."
 
 
@@ -65,10 +68,11 @@ def _culprit(suspect: Suspect) -> str:
     return f"{text}; {cause}." if cause else f"{text}."
 
 
-def warnings(analysis: Analysis) -> list[str]:
+def warnings(analysis: Analysis, *, is_failure_told: bool = False) -> list[str]:
     """Return what a reader must know, the most important first."""
     found = list(analysis.problems)
-    found += _of_state(analysis)
+    if not is_failure_told:
+        found += _of_state(analysis)
     if analysis.first_step > 2:
         found.append(
             f"Records keep the newest steps only: this is about steps {analysis.first_step} to "
@@ -83,9 +87,20 @@ def warnings(analysis: Analysis) -> list[str]:
             "No optimizer was seen, so its time counts as input: Paceline sees subclasses of "
             "torch.optim.Optimizer."
         )
-    loud = (event for event in analysis.events if _is_loud(event, analysis))
-    found += [f"Rank {event.rank}: {event.text}" for event in loud]
-    return found
+    return found + _of_events([event for event in analysis.events if _is_loud(event, analysis)])
+
+
+def _of_events(events: list[Event]) -> list[str]:
+    """What several ranks say alike, such as who stalls, is told once."""
+    by_text: dict[str, list[Event]] = {}
+    for event in events:
+        by_text.setdefault(event.text.lower(), []).append(event)
+    told = []
+    for same in by_text.values():
+        ranks = sorted({event.rank for event in same})
+        who = f"Rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        told.append(f"{who}: {same[0].text}")
+    return told
 
 
 def _of_state(analysis: Analysis) -> list[str]:
@@ -94,7 +109,12 @@ def _of_state(analysis: Analysis) -> list[str]:
     if analysis.state is RunState.STOPPED:
         return ["A rank is gone and did not say why: it was killed, or its host went down."]
     if analysis.state is RunState.FAILED:
-        return ["The run failed." + (f" {analysis.failure}" if analysis.failure else "")]
+        first, *_ = analysis.failure.splitlines() or [""]
+        return [
+            f"The run failed: {first.removeprefix('paceline run: ')}"
+            if first
+            else "The run failed."
+        ]
     return []
 
 
@@ -148,10 +168,10 @@ def quiet_events(analysis: Analysis) -> tuple[list[Event], list[Event]]:
 
 
 def _is_loud(event: Event, analysis: Analysis) -> bool:
-    """A step that was given up because a rank of an elastic job had died is no news."""
+    """A step that was given up because another rank had died is no news if that is told."""
     is_consequence = event.text.startswith(("GroupAbortedError", "PeerLostError"))
     went_on = any(change.epoch and change.at_s >= event.at_s for change in analysis.membership)
-    return event.kind in LOUD and not (is_consequence and went_on)
+    return event.kind in LOUD and not (is_consequence and (went_on or analysis.failure))
 
 
 def membership_summary(analysis: Analysis) -> str:

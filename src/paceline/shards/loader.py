@@ -26,7 +26,7 @@ from paceline.shards.batches import MicroBatches
 from paceline.shards.streams import OwnStreams, seed_all, stream_seed
 from paceline.shards.tree import Shares
 
-_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+_OURS = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "in_order")
 
 
 class HasShares(Protocol):
@@ -199,7 +199,10 @@ class _Places:
 
 
 class SeededData(Dataset[Any]):
-    """A data set that loads micro-batches, each with its own random stream."""
+    """A data set that loads micro-batches, each with its own random stream.
+
+    In one thread, as torch's workers do: kernels change their bits with the number.
+    """
 
     def __init__(self, data: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self._data = data
@@ -207,14 +210,18 @@ class SeededData(Dataset[Any]):
 
     def __getitems__(self, places: SamplePlaces) -> Any:
         """Load the samples of a micro-batch, and put them together."""
-        own = OwnStreams()
+        own, threads = OwnStreams(), torch.get_num_threads()
         seed_all(places.seed)
+        if threads != 1:
+            torch.set_num_threads(1)
         try:
             many = getattr(self._data, "__getitems__", None)
             found = many(list(places)) if many else [self._data[index] for index in places]
             return self._collate(found)
         finally:
             own.put_back()
+            if threads != 1:
+                torch.set_num_threads(threads)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -24,8 +24,9 @@ def stream_seed(seed: int, *place: int) -> int:
 def seed_all(seed: int) -> None:
     """Begin the streams of torch (all devices in use), numpy (if it is imported) and random."""
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    accelerator = _accelerator()
+    if accelerator is not None:
+        accelerator.manual_seed_all(seed)
     random.seed(seed)
     numpy = _numpy()
     if numpy is not None:
@@ -37,7 +38,8 @@ class OwnStreams:
 
     def __init__(self) -> None:
         self._torch = torch.default_generator.get_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        accelerator = _accelerator()
+        self._devices = [] if accelerator is None else accelerator.get_rng_state_all()
         self._random = random.getstate()
         numpy = _numpy()
         self._numpy: Any = numpy.random.get_state() if numpy is not None else None
@@ -45,12 +47,21 @@ class OwnStreams:
     def put_back(self) -> None:
         """Go on as if nothing had been drawn since."""
         torch.default_generator.set_state(self._torch)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        accelerator = _accelerator()
+        if self._devices and accelerator is not None:
+            accelerator.set_rng_state_all(self._devices)
         random.setstate(self._random)
         numpy = _numpy()
         if numpy is not None and self._numpy is not None:
             numpy.random.set_state(self._numpy)
+
+
+def _accelerator() -> Any:
+    """torch.cuda, torch.xpu, ...: that of this machine, once the process uses it."""
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    is_used = getattr(module, "is_initialized", None)
+    return module if is_used is not None and is_used() else None
 
 
 def _numpy() -> Any:

@@ -50,17 +50,42 @@ PIECE = 1 << 16
 """Elements that stay in a cache from one operation to the next."""
 
 
-def add_scaled(
-    left: Sequence[torch.Tensor | None],
+def add_small(
+    left: Sequence[torch.Tensor],
     right: Sequence[torch.Tensor | None],
+    whole: torch.Tensor,
     *,
     before: float,
     after: float,
 ) -> None:
-    """Let ``left`` hold (left + right * before) * after; each operation is rounded for itself."""
+    """Let ``left`` hold (left + right * before) * after; each operation is rounded for itself.
+
+    For small tensors, whose calls cost more than their sums: all of ``left`` lies in ``whole``.
+    """
+    sources = [other for other in right if other is not None]
+    targets = list(left)
+    if len(sources) < len(left):
+        targets = [mine for mine, other in zip(left, right, strict=True) if other is not None]
+        for mine, other in zip(left, right, strict=True):
+            if other is None:
+                add_nothing(mine)
+    if targets:
+        _add_scaled(targets, sources, before, 1.0)
+    if after != 1.0:
+        whole.mul_(after)
+
+
+def add_in_pieces(
+    left: Sequence[torch.Tensor],
+    right: Sequence[torch.Tensor | None],
+    _whole: torch.Tensor,
+    *,
+    before: float,
+    after: float,
+) -> None:
+    """The same for large tensors, of which a piece stays in a cache meanwhile."""
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for mine, other in zip(left, right, strict=True):
-        assert mine is not None
         if other is None:
             mine.add_(0.0)
             if after != 1.0:

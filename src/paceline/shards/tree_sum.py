@@ -28,8 +28,11 @@ PIECE_BYTES = 4 << 20
 """Of a bucket that are exchanged at once."""
 
 
-Parts = Callable[[], Sequence[torch.Tensor]]
-"""Makes this rank's parts, flat, from left to right, when they are needed."""
+Parts = Callable[[int, int], Sequence[torch.Tensor]]
+"""Makes this rank's parts, flat, from left to right: their elements from one place to another.
+
+Asked when they are needed, for one piece after the other; each is good until the next.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,14 @@ def start_tree_sum(
     Args:
         transport: Between the ranks.
         shares: Who brings which parts.
-        parts: This rank's; ``target`` may be one of them.
-        target: Gets the sum.
+        parts: This rank's.
+        target: Gets the sum. A part that is the only one lies there already.
         mean: What to multiply below the root; those who own children of it have done so already.
     """
     if not shares.owns_halves:
         return LateReduction(TreeSum(transport, shares, parts, target, mean).add_up)
     if shares.is_pair and not is_added_alike(target):
         return LateReduction(TreeSum(transport, shares, parts, target).add_up)
-    only = parts()[0]
-    if only is not target:
-        target.copy_(only)
     return transport.start(target) if shares.is_pair else Done()
 
 
@@ -131,27 +131,28 @@ class TreeSum:
 
     def add_up(self) -> None:
         """Make the parts and add them up, piece by piece. Blocks."""
-        parts, numel = self._parts(), self._target.numel()
+        make, numel = self._parts, self._target.numel()
         size = max(1, PIECE_BYTES // self._target.itemsize)
         pieces = [(begin, min(begin + size, numel)) for begin in range(0, numel, size)]
-        under_way = self._send(parts, pieces[0], 0)
+        under_way = self._send(make, pieces[0], 0)
         for number, piece in enumerate(pieces):
             present = under_way
             if number + 1 < len(pieces):
-                under_way = self._send(parts, pieces[number + 1], (number + 1) % 2)
+                under_way = self._send(make, pieces[number + 1], (number + 1) % 2)
             self._add_up(present, piece)
 
-    def _cut(self, piece: tuple[int, int]) -> list[slice]:
-        """One slice for each rank."""
-        (begin, end), world = piece, self._shares.world
-        cuts = [begin + (end - begin) * rank // world for rank in range(world + 1)]
+    def _cut(self, numel: int) -> list[slice]:
+        """One slice of a piece for each rank."""
+        world = self._shares.world
+        cuts = [numel * rank // world for rank in range(world + 1)]
         return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
     def _send(
-        self, parts: Sequence[torch.Tensor], piece: tuple[int, int], turn: int
+        self, make: Parts, piece: tuple[int, int], turn: int
     ) -> tuple[Reduction, list[torch.Tensor]]:
         """Begin to send every rank the parts of its slice; pieces in turn have memory in turn."""
-        slices, shares, target = self._cut(piece), self._shares, self._target
+        parts, shares, target = make(*piece), self._shares, self._target
+        slices = self._cut(piece[1] - piece[0])
         sent = [parts[0][each] for each in slices]
         if len(parts) > 1:
             numel = (piece[1] - piece[0]) * len(parts)
@@ -173,11 +174,12 @@ class TreeSum:
         exchange, received = under_way
         exchange.wait()
         values = self._shares.by_node([list(each.unbind(0)) for each in received])
-        slices, mean = self._cut(piece), self._mean
-        begin = slices[self._shares.rank].start
+        (begin, end), mean = piece, self._mean
+        slices = self._cut(end - begin)
+        begin += slices[self._shares.rank].start
         scale = None if mean is None else functools.partial(mean.scale, begin)
         mine = self._shares.tree.combine(values, torch.Tensor.add_, scale)
-        outputs = [self._target[each] for each in slices]
+        outputs = [self._target[piece[0] : end][each] for each in slices]
         self._transport.start_all_to_all(outputs, [mine] * self._shares.world).wait()
 
 

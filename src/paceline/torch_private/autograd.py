@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -102,6 +103,20 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy tensor by tensor, in one call."""
     _foreach_copy(list(targets), list(sources))
+
+
+def see_accumulated(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether hooks of users are told of ``parameter.grad`` after each backward."""
+    return any(map(_hooks_after, parameters))
+
+
+def have_gradient_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether hooks of users see gradients, before or after they are accumulated."""
+    return see_accumulated(parameters) or any(map(_hooks_before, parameters))
+
+
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
+_hooks_before = attrgetter("_backward_hooks")
 
 
 def stored_entries(tensor: torch.Tensor) -> int:

@@ -106,6 +106,7 @@ def test_plot_marks_the_winner(tmp_path: Path) -> None:
         ({"json": "."}, "this is a directory"),
         ({"plot": "no/such/directory/x.png"}, "there is no directory no/such/directory"),
         ({"plot": "x.nonsense"}, "cannot be drawn as .nonsense"),
+        ({"json": "/proc/self/x.json"}, "this user may not write it"),
     ],
 )
 def test_output_files_are_checked_first(outputs: dict[str, Any], text: str) -> None:

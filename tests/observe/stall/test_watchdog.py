@@ -147,6 +147,10 @@ def learned(kind: str, folder: str) -> bool:
     late.at = 1  # type: ignore[attr-defined]
     if kind == "input":
         late(kind)
+    if kind == "evaluation" and dist.get_rank() == 1:
+        model[0].register_forward_pre_hook(lambda *_: late(kind))
+        with torch.no_grad():
+            ddp(batch(0))
     train(ddp, 3)
     return Path(folder, "stall-1.txt").exists()
 
@@ -157,7 +161,7 @@ def late(_: str) -> None:
         time.sleep(4.0)
 
 
-@pytest.mark.parametrize("kind", ["forward", "input"])
+@pytest.mark.parametrize("kind", ["forward", "input", "evaluation"])
 def test_how_long_it_waits_depends_on_what_the_awaited_rank_does(kind: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
     found = run_ranks(2, learned, kind, folder, env={"PACELINE_RUN_DIR": folder})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,25 @@ class RegisteredBufferHook:
     moment: Moment
 
 
+class BufferPlace(NamedTuple):
+    """Where a module holds a buffer."""
+
+    holder: dict[str, torch.Tensor | None]
+    key: str
+
+    def get(self) -> torch.Tensor | None:
+        """Return what is there now."""
+        return self.holder.get(self.key)
+
+    def put(self, buffer: torch.Tensor | None) -> None:
+        """Let the module have another one."""
+        self.holder[self.key] = buffer
+
+    def remove(self) -> None:
+        """Let the module have none of this name."""
+        self.holder.pop(self.key, None)
+
+
 class BufferSync:
     """Keeps the buffers of a module equal on all ranks."""
 
@@ -52,6 +71,22 @@ class BufferSync:
             for name, buffer in self._module.named_buffers()
             if name not in self._ignored
         }
+
+    def places(self) -> dict[str, BufferPlace]:
+        """Return where buffers are held, by name; those that are None, too."""
+        found: dict[str, BufferPlace] = {}
+        seen: set[int] = set()
+        for prefix, module in self._module.named_modules():
+            for key, buffer in module._buffers.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if name not in self._ignored and id(buffer) not in seen:
+                    found[name] = BufferPlace(module._buffers, key)
+                    seen |= set() if buffer is None else {id(buffer)}
+        return found
+
+    def holders(self) -> list[dict[str, torch.Tensor | None]]:
+        """Return what modules hold their buffers in."""
+        return [module._buffers for module in self._module.modules()]
 
     def is_due(self, moment: Moment) -> bool:
         """Whether there is something to synchronise at this moment."""

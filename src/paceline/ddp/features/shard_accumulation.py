@@ -18,11 +18,10 @@ def take_gradients(parameters: Sequence[torch.Tensor], views: GradientViews) -> 
     """Take away what parameters have; a copy, where a step would write into it."""
     before: Gradients = [parameter.grad for parameter in parameters]
     is_overwritten = views is GradientViews.ALWAYS
-    for index, parameter in enumerate(parameters):
-        gradient = before[index]
-        if is_overwritten and gradient is not None:
-            before[index] = gradient.clone()
-        parameter.grad = None
+    for index, gradient in enumerate(before):
+        if gradient is not None:
+            before[index] = gradient.clone() if is_overwritten else gradient
+            parameters[index].grad = None
     return before
 
 

@@ -2,27 +2,36 @@
 
 Every shard begins with the buffers of the last round. Afterwards a floating-point buffer is the
 mean of what the shards have made of it, added up by the tree of the gradients; an integer one is
-the largest. A buffer that no shard has changed stays as it is. Owned by the loop over shards.
+the largest. A buffer that no shard has changed stays as it is. Owned by the loop over shards;
+ranks exchange buffers in ``shard_buffer_exchange.py``.
 
-[Note: which buffers travel]
-Those that some shard of some rank has changed in this round: flags say which, so all ranks know the
-same ones. The others are not touched: the mean of equal values need not be that value.
+A forward may write to a buffer, or put another tensor in its place (``self.mean = 0.9 * self.mean +
+0.1 * x.mean()``). Both count. One that a forward makes, or gives another shape, as caches are, has
+no mean: it must be the same in all shards, and is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 
-from paceline.ddp.features.buffers import BufferSync
-from paceline.shards.sums import Gradients, PartStack
+from paceline.ddp.features.buffers import BufferPlace, BufferSync
+from paceline.ddp.features.shard_buffer_exchange import BufferExchange, FoundBuffers
 from paceline.shards.tree import Shares
-from paceline.shards.tree_sum import start_tree_sum
 from paceline.torch_private.autograd import preserve_versions
 
-Changed = dict[str, torch.Tensor]
-"""Buffers by name, as a shard has made them."""
+
+class ChangedBuffer(NamedTuple):
+    """What a shard has made of a buffer; replaced: by another tensor in its place."""
+
+    value: torch.Tensor | None
+    is_replaced: bool
+
+
+Changed = dict[str, ChangedBuffer]
+"""By name."""
 
 
 class ShardBuffers:
@@ -30,18 +39,29 @@ class ShardBuffers:
 
     def __init__(self, sync: BufferSync) -> None:
         self._sync = sync
+        self._exchange = BufferExchange(sync)
+        self._holders = sync.holders()
+
+    def forget(self) -> None:
+        """Go on with another group, whose ranks may have other buffers."""
+        self._exchange.forget()
 
     def open(self, shares: Shares, without: Collection[str] = ()) -> None:
         """Begin a round: what is there now is where every shard begins.
 
         Those ``without`` are the same for all shards anyway.
         """
-        if self._sync.named:
-            self._sync.refresh()
         self._shares = shares
-        self._named = {n: buffer for n, buffer in self._sync.named.items() if n not in without}
+        self._count = self._count_names()
+        places = self._sync.places() if self._count else {}
+        self._places = {n: place for n, place in places.items() if n not in without}
+        self._without = without
+        self._new_places: dict[str, BufferPlace] = {}
+        present = {name: place.get() for name, place in self._places.items()}
+        self._named = {n: buffer for n, buffer in present.items() if buffer is not None}
         self._base = {name: buffer.clone() for name, buffer in self._named.items()}
-        self._found: list[Changed] = []
+        self._found: list[FoundBuffers] = []
+        self._exchange.open(self._named, shares)
 
     def take(self) -> None:
         """A shard has run: keep what it has changed, and put the buffers back."""
@@ -49,89 +69,76 @@ class ShardBuffers:
 
     def add(self, changed: Changed) -> None:
         """Keep what the next shard has changed."""
-        self._found.append(changed)
+        found = FoundBuffers()
+        for name, (value, _) in changed.items():
+            base = self._base.get(name)
+            if value is not None and base is not None and _are_alike(value, base):
+                found.changed[name] = value
+            else:
+                found.made[name] = value
+        self._found.append(found)
 
     def lift(self) -> Changed:
         """Return what the present shard has changed, and put the buffers back."""
-        changed = {}
+        changed = self._lift_new() if self._count_names() != self._count else {}
         with torch.no_grad(), preserve_versions(tuple(self._named.values())):
-            for name, buffer in self._named.items():
-                if not _is_same(buffer, self._base[name]):
-                    changed[name] = buffer.clone()
+            for name, place in self._places.items():
+                buffer, found = self._named.get(name), place.get()
+                is_replaced = found is not buffer
+                is_same = buffer is None or _is_same(buffer, self._base[name])
+                if is_replaced:
+                    value = None if found is None else found.detach().clone()
+                    changed[name] = ChangedBuffer(value, is_replaced=True)
+                    place.put(buffer)
+                elif not is_same and buffer is not None:
+                    changed[name] = ChangedBuffer(buffer.clone(), is_replaced=False)
+                if not is_same and buffer is not None:
                     buffer.copy_(self._base[name])
+        return changed
+
+    def _count_names(self) -> int:
+        return sum(map(len, filter(None, self._holders)))
+
+    def _lift_new(self) -> Changed:
+        """The same for buffers of which there was not even the name."""
+        changed: Changed = {}
+        for name, place in self._sync.places().items():
+            if name not in self._places and name not in self._without:
+                self._new_places[name] = place
+                changed[name] = ChangedBuffer(place.get(), is_replaced=True)
+                place.remove()
         return changed
 
     def put(self, changed: Changed) -> None:
         """Let a shard go on with what it had changed before."""
-        if changed:
-            with torch.no_grad(), preserve_versions(tuple(self._named.values())):
-                for name, value in changed.items():
+        if not changed:
+            return
+        with torch.no_grad(), preserve_versions(tuple(self._named.values())):
+            for name, (value, is_replaced) in changed.items():
+                if is_replaced:
+                    self._place(name).put(value)
+                elif value is not None:
                     self._named[name].copy_(value)
 
     def close(self) -> None:
-        """Give all ranks the buffers of the next round. Collective, if there are buffers."""
-        if not self._named:
-            return
-        names = list(self._named)
-        changed = set().union(*self._found)
-        with torch.no_grad(), preserve_versions(tuple(self._named.values())):
-            agreed = self._agree_on_changed(names, changed)
-            found = [name for name in names if name in agreed]
-            self._combine_integers([n for n in found if not self._is_mean(n)])
-            for dtype in sorted({self._named[n].dtype for n in found if self._is_mean(n)}, key=str):
-                self._combine([n for n in found if self._named[n].dtype == dtype])
+        """Give all ranks the buffers of the next round. Collective, if there were buffers."""
+        made = self._found[0].made
+        if self._places:
+            with torch.no_grad(), preserve_versions(tuple(self._named.values())):
+                made = self._exchange.run(self._named, self._base, self._found, self._shares)
+            self._exchange.note(self._named)
+        # Where there were none, ranks see at the end of the next round that they have the same.
+        for name, value in made.items():
+            self._place(name).put(value)
         self._found = []
 
-    def _agree_on_changed(self, names: Sequence[str], changed: set[str]) -> set[str]:
-        """Return what some shard of some rank has changed."""
-        if self._shares.world == 1:
-            return changed
-        flags = torch.tensor([int(n in changed) for n in names])
-        flags = flags.to(self._named[names[0]].device)
-        self._sync.transport.messages.maximum("which buffers shards changed", flags)
-        return {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+    def _place(self, name: str) -> BufferPlace:
+        return self._places.get(name) or self._new_places[name]
 
-    def _is_mean(self, name: str) -> bool:
-        buffer = self._named[name]
-        return buffer.is_floating_point() or buffer.is_complex()
 
-    def _of_shard(self, position: int, names: Sequence[str]) -> list[torch.Tensor]:
-        found = self._found[position]
-        return [found.get(name, self._base[name]) for name in names]
-
-    def _combine_integers(self, names: Sequence[str]) -> None:
-        """Take the largest value that any shard has."""
-        if not names:
-            return
-        flats = [
-            torch.cat([each.reshape(-1).to(torch.int64) for each in self._of_shard(p, names)])
-            for p in range(len(self._found))
-        ]
-        largest = torch.stack(flats).amax(dim=0)
-        if self._shares.world > 1:
-            self._sync.transport.messages.maximum("buffers of shards", largest)
-        self._write(names, largest)
-
-    def _combine(self, names: Sequence[str]) -> None:
-        """Take the mean over all shards, by the tree."""
-        shares = self._shares
-        stack = PartStack(shares.tree)
-        for position, shard in enumerate(shares.owned):
-            value: Gradients = [
-                torch.cat([each.reshape(-1) for each in self._of_shard(position, names)])
-            ]
-            stack.push((shard, shard + 1), value)
-        parts = [stack.value(position)[0] for position in range(len(stack))]
-        flats = [part for part in parts if part is not None]
-        total = torch.empty_like(flats[0]) if len(flats) > 1 else flats[0]
-        start_tree_sum(self._sync.transport, shares, lambda: flats, total).wait()
-        self._write(names, total.mul_(1.0 / shares.tree.shards))
-
-    def _write(self, names: Sequence[str], flat: torch.Tensor) -> None:
-        pieces = flat.split([self._named[name].numel() for name in names])
-        for name, piece in zip(names, pieces, strict=True):
-            buffer = self._named[name]
-            buffer.copy_(piece.view(buffer.shape))
+def _are_alike(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether a mean of the two can be taken."""
+    return (value.shape, value.dtype, value.device) == (base.shape, base.dtype, base.device)
 
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,7 @@ import torch
 
 from paceline.config import Shards
 from paceline.ddp.reduce.shard_sums import ONE_BACKWARD
-from paceline.errors import ConfigurationError
+from paceline.errors import ConfigurationError, HookAlreadyRegisteredError
 
 
 def check_begin(policy: Shards, rank: int, *, syncs: bool) -> None:
@@ -23,11 +23,30 @@ def check_begin(policy: Shards, rank: int, *, syncs: bool) -> None:
             "torch.set_num_threads alone, or give DistributedDataParallel "
             f"shards=paceline.Shards({policy.count}, threads={threads})."
         )
+    if policy.deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise ConfigurationError(
+            f"Rank {rank}: torch.use_deterministic_algorithms has been switched off, so operations "
+            "that may give other bits each time would run without a word. Leave it on, or give "
+            f"DistributedDataParallel shards=paceline.Shards({policy.count}, deterministic=False)."
+        )
     if not syncs:
         raise ConfigurationError(
             f"Rank {rank}: no_sync() and shards exclude each other. A round over shards is always "
             "reduced, and is added to the gradients that are there: to accumulate, run several "
             "rounds before optimizer.step()."
+        )
+
+
+def check_cast(found: torch.dtype | None, *, has_sparse: bool) -> None:
+    """See that sums can be cast, and are not cast already."""
+    if has_sparse:
+        raise ConfigurationError(
+            "Sparse gradients over shards are summed in their own dtype: a hook that casts cannot "
+            "be used here."
+        )
+    if found is not None:
+        raise HookAlreadyRegisteredError(
+            f"The sums of shards are cast to {found} already; a second hook cannot be registered."
         )
 
 
@@ -84,6 +103,25 @@ def update_inside_of_loop(rank: int, owned: range) -> ConfigurationError:
         f"Rank {rank}: optimizer.step() before the loop over shards {owned.start} to "
         f"{owned.stop - 1} has run to its end: gradients are complete after the backward of the "
         "last one. Call it after the loop."
+    )
+
+
+def changed_parameters(rank: int, names: list[str]) -> ConfigurationError:
+    """A forward has written to parameters, so that what a shard begins with depends on its rank."""
+    return ConfigurationError(
+        f"Rank {rank}: a forward of this round has changed {', '.join(names[:5])} in place, as "
+        "nn.Embedding(max_norm=...) or a momentum encoder does. The next shard of this rank has "
+        "begun with other values than the first one of the next rank. Change parameters after the "
+        "loop, or keep such values in a buffer: every shard has its own."
+    )
+
+
+def hooks_in_turns(rank: int) -> ConfigurationError:
+    """Gradients are delivered by a backward of their own there."""
+    return ConfigurationError(
+        f"Rank {rank}: hooks on parameters' gradients and a SyncBatchNorm over shards exclude each "
+        "other: the last shard's gradients pass through them twice. Change gradients after "
+        "run_shards, or use BatchNorm."
     )
 
 

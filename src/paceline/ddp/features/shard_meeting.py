@@ -141,6 +141,8 @@ class ShardMeeting:
 class LayerMeeting:
     """How one layer talks to all shards: :class:`paceline.types.ShardExchange`."""
 
+    always_sums = True
+
     def __init__(self, meeting: ShardMeeting, name: str) -> None:
         self._meeting = meeting
         self._name = name or "the module"

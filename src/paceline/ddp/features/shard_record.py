@@ -6,8 +6,10 @@ folder. What is written: :mod:`paceline.observe.checksum_file`.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,19 +19,35 @@ from paceline.ddp.agree.checksum import checksums, combine
 from paceline.observe.checksum_file import ChecksumWriter, RoundChecksums
 from paceline.observe.run_folder import RUN_DIR, recorded_rank
 
+_recording: WeakValueDictionary[tuple[str, int], ShardRecord] = WeakValueDictionary()
+
 
 class ShardRecord:
-    """The checksums of one wrapper's rounds."""
+    """The checksums of one wrapper's rounds.
 
-    def __init__(self, module: torch.nn.Module, every: int) -> None:
+    Args:
+        module: Whose parameters and buffers.
+        every: Rounds between two that are recorded; 0: none.
+        shards: How many there are.
+    """
+
+    def __init__(self, module: torch.nn.Module, every: int, shards: int) -> None:
         self._module = module
         self._every = every
+        self._shards = shards
         self._writer: ChecksumWriter | None = None
         folder = os.environ.get(RUN_DIR)
         if folder and every:
-            self._writer = ChecksumWriter(folder, recorded_rank(dist.get_rank()))
+            rank = recorded_rank(dist.get_rank())
+            self._writer = ChecksumWriter(folder, rank, wrapper=self._number(folder))
         self._found: RoundChecksums | None = None
         self._inputs: dict[int, str] = {}
+
+    def _number(self, folder: str) -> int:
+        """The first that no other wrapper of this process has."""
+        number = next(n for n in itertools.count() if (folder, n) not in _recording)
+        _recording[folder, number] = self
+        return number
 
     def open(self, number: int, rank: int) -> None:
         """A round begins; rank 0 looks at the state that all ranks have."""
@@ -37,7 +55,7 @@ class ShardRecord:
         writer = self._writer
         if writer is None or number % self._every or not writer.wants(number):
             return
-        self._found = RoundChecksums(number)
+        self._found = RoundChecksums(number, count=self._shards)
         if rank == 0:
             named = [*self._module.named_parameters(), *self._module.named_buffers()]
             sums = checksums([tensor for _, tensor in named])

@@ -40,23 +40,27 @@ from paceline.ddp.features.shard_buffers import ShardBuffers
 from paceline.ddp.features.shard_errors import (
     check_backwards,
     check_begin,
+    check_cast,
     check_forwards,
     check_weight,
+    hooks_in_turns,
     needs_run_shards,
     outside_of_loop,
     update_inside_of_loop,
 )
 from paceline.ddp.features.shard_meeting import ShardMeeting
+from paceline.ddp.features.shard_parameters import ParameterWatch
 from paceline.ddp.features.shard_places import ShardPlace, ShardPlaces
 from paceline.ddp.features.shard_record import ShardRecord
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.ddp.reduce.shard_sums import ShardSums
-from paceline.errors import ConfigurationError, HookAlreadyRegisteredError
+from paceline.errors import ConfigurationError
 from paceline.shards.batches import cut_batch
 from paceline.shards.streams import OwnStreams, seed_all, stream_seed
 from paceline.shards.sums import Gradients
 from paceline.shards.tree import Node, Shares
 from paceline.shards.turns import Turns
+from paceline.torch_private.autograd import have_gradient_hooks, see_accumulated
 from paceline.torch_private.modules import TorchDDP
 
 if TYPE_CHECKING:
@@ -81,7 +85,9 @@ class ShardRounds:
         buffers: ShardBuffers,
         record: ShardRecord,
         meeting: ShardMeeting,
+        watch: ParameterWatch,
     ) -> None:
+        self._watch = watch
         self._sums = sums
         self._record = record
         self._meeting = meeting
@@ -97,7 +103,7 @@ class ShardRounds:
         self._position = 0
         self._forwards: Counter[int] = Counter()
         self._staying: Node | None = None
-        self._can_stay = not any(spec.sparse for spec in reducer.specs)
+        self._has_sparse = sums.has_sparse = any(spec.sparse for spec in reducer.specs)
         self._weight: float | None = None
         self._own: OwnStreams | None = None
         self.round = 0
@@ -110,6 +116,7 @@ class ShardRounds:
         self._token = self._own = None
         self._before, self._owes_buffers = [], False
         self._begun_at = -1
+        self._buffers.forget()
 
     @property
     def shares(self) -> Shares:
@@ -122,16 +129,7 @@ class ShardRounds:
         Raises:
             ConfigurationError: If there are sparse gradients, or sums are cast already.
         """
-        if not self._can_stay:
-            raise ConfigurationError(
-                "Sparse gradients over shards are summed in their own dtype: a hook that casts "
-                "cannot be used here."
-            )
-        if self._sums.dtype is not None:
-            raise HookAlreadyRegisteredError(
-                f"The sums of shards are cast to {self._sums.dtype} already; a second hook cannot "
-                "be registered."
-            )
+        check_cast(self._sums.dtype, has_sparse=self._has_sparse)
         self._sums.dtype = dtype
 
     # --- the loop ------------------------------------------------------------------------------
@@ -166,11 +164,11 @@ class ShardRounds:
 
     def _begin(self, ddp: TorchDDP, batch: Any) -> Sequence[Any]:
         """Begin a round; return its micro-batches."""
+        rank, owned = self._reducer.rank, self.shares.owned
         syncs = ddp.require_backward_grad_sync or self._token is not None  # a loop is suspended
-        check_begin(self._policy, self._reducer.rank, syncs=syncs)
-        owned = self.shares.owned
-        micros = cut_batch(batch, owned, self._policy.count, self._reducer.rank)
-        self._open(ddp, owned)
+        check_begin(self._policy, rank, syncs=syncs)
+        micros = cut_batch(batch, owned, self._policy.count, rank)
+        self._open(ddp)
         views = self._reducer.runner.context.policy.views
         self._before = take_gradients(self.parameters, views)
         return micros
@@ -186,6 +184,8 @@ class ShardRounds:
         """Run a function for each shard of this rank; in turns, if layers need all shards."""
         if not self._meeting.is_needed:
             return [function(micro) for micro in self.run(ddp, batch)]
+        if have_gradient_hooks(self.parameters):
+            raise hooks_in_turns(self._reducer.rank)
         micros = self._begin(ddp, batch)
         try:
             try:
@@ -251,7 +251,7 @@ class ShardRounds:
 
     # --- begin and end -------------------------------------------------------------------------
 
-    def _open(self, ddp: TorchDDP, owned: range) -> None:
+    def _open(self, ddp: TorchDDP) -> None:
         self.settle()
         self._tell_of_broken_round()
         self._token = object()
@@ -260,8 +260,10 @@ class ShardRounds:
         self._begun_at = self._reducer.counters.steps
         self._staying = None
         self._own = OwnStreams()
+        self._sums.has_hooks = see_accumulated(self.parameters)
         self._sums.open()
         self._forwards.clear()
+        self._watch.open()
         same = self._meeting.buffer_names if self._meeting.is_needed else ()
         self._buffers.open(self._sums.shares, without=same)
         self._has_buffers = True
@@ -329,9 +331,9 @@ class ShardRounds:
         self._reducer.end_shard()
         parameters = self._reducer.parameters
         policy = self._reducer.runner.context.policy
-        can_stay = self._can_stay and self._sums.stays(node, len(parameters), policy)
-        self._staying = node if can_stay else None
-        if can_stay:
+        self._staying = None
+        if not self._has_sparse and self._sums.stays(node, len(parameters), policy):
+            self._staying = node
             return
         gradients: Gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -375,6 +377,8 @@ class ShardRounds:
         if not is_training:
             return
         if self._token is None:
+            if not any(parameter.requires_grad for parameter in self.parameters):
+                return  # all is frozen, as a GAN's discriminator while its generator learns
             raise outside_of_loop(rank, self._policy.count)
         shard = self.shares.owned[self._position]
         self._forwards[shard] += 1
@@ -387,5 +391,9 @@ class ShardRounds:
 
     def on_output(self, output: Any) -> None:
         """A forward with gradients has ended."""
-        if self._token is not None:
-            self._record.take_output(self._sums.shares.owned[self._position], output)
+        if self._token is None:
+            return
+        shard = self.shares.owned[self._position]
+        self._record.take_output(shard, output)
+        if shard == self.shares.owned[-1]:
+            self._watch.check(self._reducer.rank)

@@ -10,7 +10,8 @@ which order things are added: [Note: the tree] in shards/tree.py.
 Where a shard's left sibling lies on top of the stack, it becomes ``parameter.grad`` before the
 shard's backward, so that autograd adds the two, as in ordinary accumulation; a + b and b + a have
 the same bits. Not with weights, which come before the addition, and not where parameters may go
-unused ([Note: nothing counts as zero] in shards/sums.py).
+unused ([Note: nothing counts as zero] in shards/sums.py). Not with hooks of users that see what was
+accumulated: they would see one shard, or two, as ranks own them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from paceline.ddp.reduce.sparse import empty_sparse
 from paceline.ddp.reduce.step import Step, report_failure
 from paceline.errors import ConfigurationError
 from paceline.shards.cast import cast_all, cast_flat
-from paceline.shards.sums import Gradients, PartStack, add_into, add_scaled, scale_all
+from paceline.shards.parts import LaidOutParts
+from paceline.shards.sums import (
+    PIECE,
+    Gradients,
+    PartStack,
+    add_in_pieces,
+    add_into,
+    add_small,
+)
 from paceline.shards.tree import Node, Shares
 from paceline.shards.tree_sum import (
     Mean,
@@ -38,7 +47,6 @@ from paceline.shards.tree_sum import (
     add_up_sparse,
     is_added_alike,
     scale_sparse,
-    scratch,
     start_tree_sum,
 )
 from paceline.transport.late import LateReduction
@@ -57,6 +65,8 @@ class ShardSums:
     Attributes:
         shares: Who owns which shards.
         is_open: Whether a round is under way.
+        has_sparse: Some parameters have sparse gradients.
+        has_hooks: Users' hooks look at gradients once they are in place: each shard's by itself.
         last: What the gradients of the last backward stand for.
         weight: Of all shards of this rank so far; None: they are not weighted.
         dtype: Of all sums, if that is not the gradients' own (shards/cast.py).
@@ -69,6 +79,7 @@ class ShardSums:
     def __init__(self, policy: Shards, rank: int, world: int) -> None:
         self.policy = policy
         self.dtype: torch.dtype | None = None
+        self.has_hooks = self.has_sparse = False
         self.regroup(rank, world)
 
     def regroup(self, rank: int, world: int) -> None:
@@ -135,34 +146,40 @@ class ShardSums:
         return is_first and not is_half and lets_autograd and is_seen
 
     def _lets_autograd_add(self, policy: ReducePolicy) -> bool:
-        return self.weight is None and self.dtype is None and not policy.tracks_unused
+        is_plain = self.weight is None and self.dtype is None and not policy.tracks_unused
+        return is_plain and not self.has_hooks
 
     def push(
         self, node: Node, gradients: Gradients, weight: float | None, policy: ReducePolicy
     ) -> None:
         """Take the gradients of a shard, which is not the last one of this rank."""
         shard = node[1] - 1
-        self._look(shard, gradients, policy)
-        for index, gradient in enumerate(gradients):
-            if gradient is not None and gradient.is_sparse:
-                gradients[index] = gradient.coalesce()
+        self._note_missing(shard, gradients, policy)
+        if self.has_sparse:
+            gradients = [
+                each.coalesce() if each is not None and each.is_sparse else each
+                for each in gradients
+            ]
         if weight is not None:
             gradients = _weigh(gradients, weight)
+        self._note_nonfinite(shard, gradients, policy)
         if self.dtype is not None:
             gradients = cast_all(gradients, self.dtype, 1.0 / self.policy.count)
         self._stack.push(node, gradients)
 
-    def _look(self, shard: int, gradients: Gradients, policy: ReducePolicy) -> None:
-        """Note what is wrong, to tell all ranks at the end of the round."""
+    def _note_missing(self, shard: int, gradients: Gradients, policy: ReducePolicy) -> None:
+        """Note what has not come, to tell all ranks at the end of the round."""
         missing = [index for index, each in enumerate(gradients) if each is None]
         if missing and not policy.tracks_unused:
             self._bad.append((FailureKind.MISSING, shard, missing))
-        if policy.nonfinite is not NonFinite.IGNORE:
-            bad = [
-                i for i, each in enumerate(gradients) if each is not None and not is_finite(each)
-            ]
-            if bad:
-                self._bad.append((FailureKind.NONFINITE, shard, bad))
+
+    def _note_nonfinite(self, shard: int, gradients: Gradients, policy: ReducePolicy) -> None:
+        """The same for NaN and infinity, once weighted: a weight of zero makes nothing of them."""
+        if policy.nonfinite is NonFinite.IGNORE:
+            return
+        bad = [i for i, each in enumerate(gradients) if each is not None and not is_finite(each)]
+        if bad:
+            self._bad.append((FailureKind.NONFINITE, shard, bad))
 
     def check_backward(self) -> None:
         """A backward is about to begin a step: a round has one."""
@@ -200,16 +217,18 @@ class ShardSums:
             self._join_dense(bucket)
 
     def _join_dense(self, bucket: Bucket) -> None:
-        views = [slot.view for slot in bucket.slots]
+        views = [slot.view for slot in bucket.slots if slot.view is not None]
         here = self._factor if self.shares.owns_halves else 1.0
         halves, node = self.shares.tree.halves, self.last
-        if node in halves:
-            scale_all([view for view in views if view is not None], here)
+        add = add_small if bucket.spec.largest_numel <= PIECE else add_in_pieces
+        if node in halves and here != 1.0:
+            bucket.scale(here)
         for left in self._siblings():
             node = (left[0], node[1])
             before = here if left in halves else 1.0
             after = here if node in halves else 1.0
-            add_scaled(views, self._take(left, bucket), before=before, after=after)
+            assert bucket.gradients is not None
+            add(views, self._take(left, bucket), bucket.gradients, before=before, after=after)
 
     def _join_sparse(self, bucket: Bucket) -> None:
         here = self._factor if self.shares.world == 1 else 1.0
@@ -240,10 +259,9 @@ class ShardSums:
     def start(self, transport: Transport, bucket: Bucket, *, is_last: bool) -> Reduction:
         """Begin the sum over all shards."""
         shares = self.shares
-        others = shares.parts[shares.rank][:-1]
         if bucket.sparse:
             assert bucket.sparse_gradient is not None
-            values = [self._take(node, bucket)[0] for node in others]
+            values = [gradients[0] for gradients in self._take_others(bucket)]
             empty = empty_sparse(bucket.slots[0].spec)
             rows = [empty if value is None else value for value in values]
             parts = [*rows, bucket.sparse_gradient.coalesce()]
@@ -256,7 +274,7 @@ class ShardSums:
             return self._start_cast(transport, bucket, bucket.flat, self.dtype)
         if is_last and shares.is_pair and is_added_alike(bucket.flat):
             return transport.start_last(bucket.flat)
-        make = functools.partial(self._flats, others, bucket, bucket.flat)
+        make = self._lay_out(bucket, bucket.flat)
         mean = Mean(self._factor, bucket.spec.numel)
         return start_tree_sum(transport, shares, make, bucket.flat, mean)
 
@@ -272,7 +290,7 @@ class ShardSums:
         for values in self._take_siblings(bucket):
             add_into(views, values)
         shares = self.shares
-        make = functools.partial(self._flats, shares.parts[shares.rank][:-1], bucket, small)
+        make = self._lay_out(bucket, small)
 
         def add_up() -> None:
             if shares.world > 1:
@@ -304,25 +322,14 @@ class ShardSums:
             values[slot.index] = None
         return taken
 
-    def _flats(
-        self, others: Sequence[Node], bucket: Bucket, last: torch.Tensor
-    ) -> list[torch.Tensor]:
-        flats = [scratch(self.shares, f"part {n}", last.numel(), last) for n in range(len(others))]
-        for node, flat in zip(others, flats, strict=True):
-            self._lay_out(node, bucket, flat)
-        return [*flats, last]
+    def _take_others(self, bucket: Bucket) -> list[Gradients]:
+        """Take what all parts but the last have of a bucket."""
+        shares = self.shares
+        return [self._take(node, bucket) for node in shares.parts[shares.rank][:-1]]
 
-    def _lay_out(self, node: Node, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Lay a part out as the bucket is; nothing is in its trailer."""
-        flat.zero_()
-        targets, sources = [], []
-        values = self._take(node, bucket)
-        for slot, offset, value in zip(bucket.slots, bucket.spec.offsets, values, strict=True):
-            if value is not None:
-                targets.append(flat.as_strided(slot.spec.shape, slot.spec.stride, offset))
-                sources.append(value)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    def _lay_out(self, bucket: Bucket, last: torch.Tensor) -> LaidOutParts:
+        take = functools.partial(self._take_others, bucket)
+        return LaidOutParts(self.shares, bucket, last, take)
 
     # --- the end -------------------------------------------------------------------------------
 

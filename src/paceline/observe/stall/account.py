@@ -56,6 +56,7 @@ class Account:
         collective: The collective that it is in; '' if none.
         is_waiting: It does nothing but wait for other ranks.
         is_compiling: torch.compile is at work.
+        is_evaluating: It is in a forward of no step.
         awaited: What the step waits for here: a bucket and its parameters.
         collectives: The latest ones, newest first.
         locks: Threads that wait for locks, in words; '' if none does.
@@ -70,6 +71,7 @@ class Account:
     collective: str = ""
     is_waiting: bool = False
     is_compiling: bool = False
+    is_evaluating: bool = False
     awaited: str = ""
     collectives: tuple[str, ...] = ()
     locks: str = ""

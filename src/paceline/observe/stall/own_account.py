@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from paceline.errors import RecordsError
 from paceline.observe.records import Activity
@@ -21,17 +22,25 @@ def describe_self(folder: RunFolder, rank: int, token: str) -> Account:
         rank: This one.
         token: Of the question that is answered.
     """
-    found = probes()
+    from paceline.observe.recording import active_recorder  # it starts recorders, which start us
+
+    found, recorder = probes(), active_recorder()
     try:
         activity = read_status(folder.events(rank)).activity
     except (OSError, RecordsError):
         activity = Activity.STARTING
     seen = look_at_threads(activity, found)
+    is_evaluating = False
+    if recorder is not None and activity is Activity.FORWARD:
+        is_evaluating = recorder.is_evaluating
+    if is_evaluating:
+        seen = replace(seen, where=f"{seen.where} (an evaluation)")
     return Account(
         rank=rank,
         token=token,
         at_ns=time.perf_counter_ns(),
         awaited="; ".join(filter(None, (probe.awaited() for probe in found))),
         collectives=tuple(each for probe in found[:1] for each in probe.collectives()),
+        is_evaluating=is_evaluating,
         **vars(seen),
     )

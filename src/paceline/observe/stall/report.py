@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.observe.membership import MembershipChange, read_membership
 from paceline.observe.records import Activity
-from paceline.observe.run_folder import RunFolder
+from paceline.observe.run_folder import WHO_RECORDS, RunFolder
 from paceline.observe.stall.views import RankView, behind, members
 from paceline.printable import printable
 from paceline.processes import ProcessState
@@ -217,7 +217,7 @@ def describe_run(folder: RunFolder, views: Sequence[RankView]) -> str:
     """What a run does now, for a person: a report, with a word on whether anything is wrong."""
     path, changed = folder.path, _changed(read_membership(folder.membership))
     if not views:
-        return f"{path}: no rank has recorded anything."
+        return f"{path}: no rank has recorded anything. {WHO_RECORDS}."
     if is_ended(views):
         return f"{path}: {_how_it_ended(views)}{changed}\n\n" + "\n".join(_table(views))
     title = "" if is_stalled(views) else "Nothing stalls at this moment. "

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.exit_reason import is_library
+from paceline.observe.private_file import open_private
 from paceline.observe.stall.account import MAX_STACK, WatchInfo
 from paceline.observe.stall.places import own_frame
 from paceline.processes import catches_signal, has_signal, signal_thread
@@ -34,8 +35,7 @@ class StackWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC | os.O_CLOEXEC
-        self._file = open(os.open(path, flags, 0o600), "w")  # noqa: SIM115
+        self._file = open(open_private(path, os.O_APPEND | os.O_TRUNC), "w")  # noqa: SIM115
         self.signal = _free_signal()
         if self.signal:
             faulthandler.register(self.signal, file=self._file, all_threads=True, chain=False)

@@ -16,6 +16,7 @@ from paceline.errors import RecordsError
 from paceline.observe.membership import (
     MembershipChange,
     Standing,
+    is_of_earlier_job,
     read_membership,
     standing_of,
 )
@@ -140,8 +141,13 @@ def look_at_ranks(folder: RunFolder, answer_s: float, own: Account | None = None
 def look_at_files(folder: RunFolder) -> list[RankView]:
     """What can be known of all ranks without asking them."""
     changes = read_membership(folder.membership)
-    views = (look_at_rank(folder, rank, changes) for rank in folder.ranks())
-    return [view for view in views if view is not None]
+    found = (look_at_rank(folder, rank, changes) for rank in folder.ranks())
+    views = [view for view in found if view is not None]
+    infos = {view.rank: view.info for view in views if view.info is not None}
+    first = infos.get(min(infos, default=0))
+    if changes or first is None:
+        return views
+    return [v for v in views if not is_of_earlier_job(infos.get(v.rank, first), first)]
 
 
 def look_at_rank(

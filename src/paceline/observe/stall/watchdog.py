@@ -32,6 +32,7 @@ from paceline.observe.stall.probes import probes
 from paceline.observe.stall.report import name_culprit, report_text
 from paceline.observe.stall.stacks import StackWriter
 from paceline.observe.stall.views import RankView, behind, look_at_files, look_at_ranks
+from paceline.observe.untrusted import read_bounded
 from paceline.processes import ProcessState, host_name, process_space, start_ticks
 
 logger = logging.getLogger("paceline")
@@ -39,6 +40,7 @@ logger = logging.getLogger("paceline")
 _TICKS = (0.1, 1.0)
 _ANSWER_S = 1.5
 _CLOSE_S = 5.0
+_MAX_TOKEN = 64
 _COMPUTING = (Activity.FORWARD, Activity.LOSS, Activity.BACKWARD, Activity.OPTIMIZER)
 
 
@@ -249,16 +251,17 @@ class Watchdog:
         self._phase = WatchdogPhase.TOLD
 
     def _is_excused(self, views: list[RankView]) -> bool:
-        """What looked like a stall is a compilation, or has ended while it was looked at."""
-        late = behind(views)
-        compiles = any(v.account is not None and v.account.is_compiling for v in late)
-        if not compiles or self._budget.fixed_s is not None:
+        """What looked like a stall is a compilation or an evaluation, and may take longer."""
+        told = [view.account for view in behind(views) if view.account is not None]
+        kinds = [WaitKind.FIRST_TIME] * any(each.is_compiling for each in told)
+        kinds += [WaitKind.BETWEEN_STEPS] * any(each.is_evaluating for each in told)
+        if not kinds or self._budget.fixed_s is not None:
             return False
         try:
             waited_s = self._waited_s(read_status(self._folder.events(self._rank)))
         except (OSError, RecordsError):
             return False
-        return waited_s < self._budget.limit_s(WaitKind.FIRST_TIME)
+        return waited_s < max(map(self._budget.limit_s, kinds))
 
     def _show(self, number: int) -> None:
         """Say on this rank what another one has found."""
@@ -292,9 +295,8 @@ class Watchdog:
 
     def _read_ask(self) -> str:
         try:
-            with self._folder.ask.open("rb") as file:
-                return file.read(64).decode(errors="replace")
-        except OSError:
+            return read_bounded(self._folder.ask, _MAX_TOKEN).decode(errors="replace")
+        except (OSError, ValueError):
             return ""
 
     def _try(self, write: object) -> None:

@@ -1,6 +1,8 @@
 // Step time, waiting and loss over steps. uPlot draws; zoom and keys are here.
 "use strict";
 
+const STEPS = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);
+
 class StepChart {
   constructor(run, place) {
     Object.assign(this, { run, place, shown: run.ranks, clip: true });
@@ -45,8 +47,8 @@ class StepChart {
       cursor: { drag: { x: true, y: false } },
       scales: { x: { time: false }, ms: { range: (_, __, most) => [0, this.limit(most) || 1] } },
       axes: [
-        { ...axis, values: (_, places) => places.map((place) => (Number.isInteger(place) ? number(place) : "")) },
-        { ...axis, scale: "ms", size: 62, values: (_, values) => values.map((value) => (value ? showMs(value * 1000) : "0")) },
+        { ...axis, incrs: STEPS, splits: (_, __, low, high, every) => this.ticks(low, high, every), values: (_, places) => places.map((place) => (Number.isInteger(place) ? number(place) : "")) },
+        { ...axis, scale: "ms", size: 66, values: (_, values) => values.map((value) => (value ? showMs(value * 1000).replace(/\.0+ /, " ") : "0")) },
         { ...axis, scale: "loss", side: 1, size: 56, grid: { show: false } },
       ].slice(0, hasLoss ? 3 : 2),
       series: [
@@ -59,6 +61,13 @@ class StepChart {
     if (before && before.min != null && before.max != null) this.plot.setScale("x", { min: before.min, max: before.max });
     this.place.querySelector("canvas").setAttribute("aria-hidden", "true"); // the place has the name
     this.listenForClicks();
+  }
+
+  // Places of steps with round numbers: records may begin anywhere.
+  ticks(low, high, every) {
+    const first = this.run.numbers[0], found = [];
+    for (let number = Math.ceil((low + first) / every) * every; number - first <= high; number += every) found.push(number - first);
+    return found;
   }
 
   // Where ranks of an elastic job left or joined.

@@ -3,6 +3,7 @@
 
 function followFilter(run, apply) {
   const chips = [...document.querySelectorAll("[data-toggle-rank]")], all = document.querySelector("[data-all]");
+  if (!all) return; // one rank has nothing to be told from
   const isOn = (chip) => chip.getAttribute("aria-pressed") === "true";
   const update = () => {
     if (!chips.some(isOn)) chips.forEach((chip) => chip.setAttribute("aria-pressed", "true"));

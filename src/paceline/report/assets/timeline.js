@@ -2,6 +2,7 @@
 "use strict";
 
 const GUTTER = 58, AXIS = 22, LANE = 24, BUCKET_LANE = 20, GAP = 12;
+const WORDS = { lost: "waiting", exposed: "communication" };
 const KINDS = ["input", "forward", "loss", "backward", "lost", "exposed", "optimizer"];
 
 // White or nearly black, whichever is easier to read on a colour (#rrggbb).
@@ -32,6 +33,7 @@ class Timeline {
       canvas.classList.add("dragging");
     });
     canvas.addEventListener("pointermove", (e) => {
+      if (!held) canvas.title = this.hint(this.placeAt(e));
       if (!held) return;
       if (Math.abs(e.clientX - held.x) > 3) held.moved = true;
       this.show(held.from - (e.clientX - held.x) / this.scale, undefined);
@@ -87,15 +89,35 @@ class Timeline {
     actions[e.key]();
   }
 
+  get rowHeight() { return LANE + (this.run.buckets ? BUCKET_LANE : 0) + GAP; }
+
+  // What the pointer is on: a rank, one of its rows if it has one there, the time, and which lane.
+  placeAt(e) {
+    const y = e.clientY - this.canvas.getBoundingClientRect().top - AXIS, time = this.timeAt(e);
+    const rank = this.shown[Math.floor(y / this.rowHeight)];
+    const i = rank ? this.firstRow(rank, time) : -1;
+    const isThere = rank && i < rank.n && time >= rank.began[i];
+    return { rank, i: isThere ? i : -1, time, isLower: y % this.rowHeight > LANE };
+  }
+
+  // The same in words.
+  hint({ rank, i, time, isLower }) {
+    if (i < 0) return "";
+    const found = isLower
+      ? rank.buckets.map((bucket, b) => {
+        const [ready, ended] = [bucket.ready[i], bucket.ended[i]].map((value) => rank.began[i] + value);
+        if (bucket.ready[i] < 0 || bucket.ended[i] < 0 || time < ready || time > ended) return "";
+        const began = Math.max(ready, Math.min(ended, this.lastStart(rank, i, b)));
+        return time < began ? `bucket ${b} ready, waits ${showMs(began - ready)}` : `bucket ${b} reducing ${showMs(ended - began)}`;
+      })
+      : piecesOf(rank, i).map(([kind, from, to]) => (time >= from && time < to ? `${WORDS[kind] ?? kind} ${showMs(to - from)}` : ""));
+    const told = found.filter(Boolean).join("; ");
+    return told && `rank ${rank.rank}, step ${rank.step[i]}: ${told}`;
+  }
+
   chooseAt(e) {
-    const time = this.timeAt(e);
-    for (const rank of this.shown) {
-      for (let i = 0; i < rank.n; i++) {
-        if (time >= rank.began[i] && time < endOf(rank, i)) {
-          return this.choose(this.run.places.get(`${rank.wrapper[i]}:${rank.step[i]}`), false);
-        }
-      }
-    }
+    const { rank, i } = this.placeAt(e);
+    if (i >= 0) this.choose(this.run.places.get(`${rank.wrapper[i]}:${rank.step[i]}`), false);
   }
 
   // Choose a step by its place among all steps, and bring it into view.
@@ -131,7 +153,7 @@ class Timeline {
       const th = head.appendChild(document.createElement("th"));
       th.scope = "col";
       th.className = name === "rank" ? "" : "n";
-      th.textContent = { lost: "waiting", exposed: "communication" }[name] ?? name;
+      th.textContent = WORDS[name] ?? name;
     }
     const body = table.createTBody();
     for (const rank of this.shown) {
@@ -172,7 +194,7 @@ class Timeline {
 
   drawNow() {
     this.colours = Object.fromEntries([...KINDS, "waits", "reducing", "ink", "muted", "line", "soft", "card", "accent"].map((name) => [name, colour(name)]));
-    const row = LANE + (this.run.buckets ? BUCKET_LANE : 0) + GAP;
+    const row = this.rowHeight;
     const g = this.prepare(this.canvas, AXIS + row * this.shown.length);
     this.drawAxis(g);
     this.shown.forEach((rank, at) => {
@@ -323,16 +345,22 @@ class Timeline {
     g.fillStyle = this.colours.soft;
     g.fillRect(GUTTER, 0, width, 40);
     if (!rank) return;
-    const columns = new Float64Array(Math.ceil(width) + 1);
+    // Each pixel has the longest step that it shows; a long one covers many.
+    const columns = new Float64Array(Math.ceil(width) + 1), all = [];
     for (let i = 1; i < rank.n; i++) {
-      const at = Math.round((rank.began[i] / this.last) * width);
-      columns[at] = Math.max(columns[at], tookOf(rank, i));
+      const took = tookOf(rank, i), end = rank.began[i] + rank.reduced[i];
+      const [first, last] = [end - took, end].map((time) => Math.round((Math.max(0, time) / this.last) * width));
+      const gap = last - first > 4 ? 1 : 0;
+      for (let at = first; at <= last - gap; at++) columns[at] = Math.max(columns[at], took);
+      all.push(took);
     }
-    const sorted = Float64Array.from(columns).filter(Boolean).sort();
-    const most = sorted[Math.floor(sorted.length * 0.98)] || 1;
-    g.fillStyle = this.colours.muted;
-    const bar = Math.max(1, Math.min(12, width / Math.max(1, rank.n) - 1));
-    columns.forEach((took, at) => { if (took) g.fillRect(GUTTER + at, 40 - Math.min(1, took / most) * 34, bar, 40); });
+    const usual = all.sort((a, b) => a - b)[Math.floor(all.length / 2)] || 1;
+    columns.forEach((took, at) => {
+      if (!took) return;
+      g.fillStyle = took > 3 * usual ? this.colours.lost : this.colours.muted;
+      const height = Math.min(1, took / (2 * usual)) * 34;
+      g.fillRect(GUTTER + at, 40 - height, 1, height);
+    });
     const [from, to] = [this.from, this.to].map((time) => GUTTER + (time / this.last) * width);
     g.fillStyle = this.colours.accent;
     g.globalAlpha = 0.22;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -86,6 +87,9 @@ def check_outputs(args: argparse.Namespace) -> None:
             raise ConfigurationError(f"--{option} {path}: there is no directory {path.parent}")
         if path is not None and path.is_dir():
             raise ConfigurationError(f"--{option} {path}: this is a directory")
+        target = path if path is None or path.exists() else path.absolute().parent
+        if target is not None and not os.access(target, os.W_OK):
+            raise ConfigurationError(f"--{option} {path}: this user may not write it")
     if getattr(args, "plot", None) is not None:
         _check_plot(args.plot)
 
