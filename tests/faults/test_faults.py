@@ -86,11 +86,12 @@ def under_run_ranks(env: dict[str, str], folder: Path) -> dict[int, str]:
     return {}
 
 
-def under_paceline_run(env: dict[str, str], folder: Path) -> dict[int, float]:
+def under_paceline_run(env: dict[str, str], folder: Path, *options: str) -> dict[int, float]:
     """Run it as a user does; return when each rank spoke of a stall, as its log was seen to."""
     command = [sys.executable, "-m", "paceline", "run", "-n", "3", "--run-dir", str(folder)]
-    command += ["--stall-after", str(STALL_AFTER_S), str(SCRIPT)]
-    del env["PACELINE_STALL_AFTER"], env["PACELINE_RUN_DIR"]
+    command += ["--stall-after", str(STALL_AFTER_S), *options, str(SCRIPT)]
+    for name in ("PACELINE_STALL_AFTER", "PACELINE_RUN_DIR"):
+        env.pop(name, None)
     spoke_s: dict[int, float] = {}
     with subprocess.Popen(
         command, env=os.environ | env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -179,3 +180,16 @@ def test_a_stall_that_ends_is_said_to_be_over(tmp_path: Path) -> None:
     assert "Stall 1 is over" in seen.report
     assert sum("Stall 1 is over" in text for text in seen.texts.values()) == 1
     assert not (tmp_path / "stall-2.txt").exists()
+
+
+@pytest.mark.alone
+@pytest.mark.timeout(180)
+def test_an_exception_of_rank_0_over_gloo(tmp_path: Path) -> None:
+    """gloo says that a connection is closed; survivors name the rank and its exception."""
+    env = {"FAULT": "exception", "CULPRIT": "0"}
+    under_paceline_run(env, tmp_path / "run", "--transport", "c10d")
+    for rank in (1, 2):
+        text = log_of(tmp_path / "run", rank)
+        assert "PeerLostError: all_reduce of bucket" in text
+        assert "because rank 0 (pid " in text
+        assert "has ended with ValueError: a bad batch (" in text

@@ -13,7 +13,7 @@ from paceline.errors import CollectiveError, PeerLostError
 from paceline.liveness.identity import Identity
 from paceline.liveness.links import SILENCE_S
 from paceline.liveness.roster import PeerRoster
-from paceline.observe.stall.last_seen import last_seen
+from paceline.observe.stall.last_seen import ended_first, last_seen
 
 SLICE_S = 0.1
 """How often a wait looks whether somebody has died."""
@@ -64,7 +64,15 @@ class LostPeers:
                 break
         if len(suspects) == 1:
             return self.first_lost_error(what, suspects[0], cause)
-        return self._unknown(what, cause)
+        # A rank that has raised takes its groups down before its process ends, and that takes time.
+        pid, _ = ended_first(each.pid for each in self._neighbours())
+        ending = next((each for each in self._neighbours() if each.pid == pid), None)
+        return self.lost_error(what, ending) if ending else self._unknown(what, cause)
+
+    def _neighbours(self) -> list[Identity]:
+        """The other ranks of this host."""
+        me = self._roster.identity(self._rank)
+        return [each for each in self._roster.others() if me is not None and each.host == me.host]
 
     def _suspects(self) -> list[int]:
         """The ranks that have not said who they are; the store's, if the store does not answer."""
@@ -87,8 +95,11 @@ class LostPeers:
         """Name the rank that has died."""
         first, how = self.describe_end(lost.rank) or (lost.rank, "")
         lost = self._roster.identity(first) or lost
+        _, words = ended_first([lost.pid] if lost in self._neighbours() else [])
         if how:
             why = f"{lost} {how}\n"
+        elif words:
+            why = f"{lost} has ended with {words}."
         elif self._roster.is_unreachable(lost):
             why = (
                 f"the host {lost.hostname} with {lost} has not answered for {SILENCE_S} s. Look at "

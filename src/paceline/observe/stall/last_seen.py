@@ -5,13 +5,17 @@ Asked by whoever raises an error about a lost rank, and by ``paceline run``. Mus
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 
 from paceline.errors import RecordsError
 from paceline.observe.records import Activity
 from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RUN_DIR, RunFolder
+from paceline.observe.stall.processes import host_name
 from paceline.observe.stall.threads import WORDS
+from paceline.printable import printable
 
 
 def last_seen(pid: int) -> str:
@@ -28,6 +32,24 @@ def last_seen(pid: int) -> str:
     except (OSError, RecordsError):
         return ""
     return ""
+
+
+def ended_first(pids: Iterable[int]) -> tuple[int, str]:
+    """Return which of these processes of this host ended first with an exception, and with which.
+
+    0 and '' if none has, as far as is known. A process says so before it takes its groups down.
+    """
+    path, wanted = os.environ.get(RUN_DIR), set(pids)
+    found: list[tuple[int, int, str]] = []
+    with contextlib.suppress(OSError):
+        folder = RunFolder(path or "")
+        for rank in folder.ranks() if path and wanted else ():
+            with contextlib.suppress(OSError, RecordsError):
+                info, status = read_info(folder.events(rank)), read_status(folder.events(rank))
+                is_one = info.pid in wanted and info.host == host_name()
+                if is_one and status.activity is Activity.ENDED and status.detail:
+                    found.append((status.since_ns, info.pid, printable(status.detail)))
+    return min(found)[1:] if found else (0, "")
 
 
 def last_activity(folder: RunFolder, rank: int) -> str:

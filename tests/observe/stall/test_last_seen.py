@@ -1,0 +1,51 @@
+"""What is known of a process that is gone, or about to be, by its records."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.records import Activity, Status
+from paceline.observe.ring import EventWriter
+from paceline.observe.ring_layout import MIN_BYTES
+from paceline.observe.run_folder import RUN_DIR, RunFolder
+from paceline.observe.stall.last_seen import ended_first
+from paceline.observe.stall.processes import host_name
+from tests.observe.sample_records import INFO
+
+MS = 1_000_000  # stamps are kept to some microseconds
+
+
+def write(folder: RunFolder, rank: int, status: Status, host: str = "") -> None:
+    info = replace(INFO, rank=rank, pid=100 + rank, host=host or host_name())
+    with closing(EventWriter(folder.events(rank), info, MIN_BYTES)) as writer:
+        writer.set_status(status)
+
+
+def test_who_ended_first_with_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that raised because of it come later; an end in order is none."""
+    folder = RunFolder(tmp_path)
+    write(folder, 0, Status(Activity.ENDED, 50 * MS, 6, 50 * MS, detail="PeerLostError: rank 1"))
+    write(
+        folder, 1, Status(Activity.ENDED, 40 * MS, 6, 40 * MS, detail="ValueError: a\x1b bad batch")
+    )
+    write(folder, 2, Status(Activity.ENDED, 10 * MS, 6, 10 * MS))
+    write(folder, 3, Status(Activity.FORWARD, 5 * MS, 6, 5 * MS, detail="ValueError: of before"))
+    write(
+        folder,
+        4,
+        Status(Activity.ENDED, 1 * MS, 6, 1 * MS, detail="KeyError: elsewhere"),
+        "another host",
+    )
+    folder.events(5).write_bytes(b"damaged")
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    assert ended_first(range(100, 110)) == (101, "ValueError: a  bad batch")
+    assert ended_first([100, 102]) == (100, "PeerLostError: rank 1")
+    assert ended_first([102, 103, 104]) == ended_first([]) == (0, "")
+    monkeypatch.setenv(RUN_DIR, str(tmp_path / "nowhere"))
+    assert ended_first([101]) == (0, "")
+    monkeypatch.delenv(RUN_DIR)
+    assert ended_first([101]) == (0, "")
