@@ -136,7 +136,7 @@ def read_file(path: Path) -> dict[int, RoundChecksums]:
             data = json.loads(line)
             shards = {int(k): (str(a), str(b)) for k, (a, b) in data["shards"].items()}
             tensors = {str(k): str(v) for k, v in data["tensors"].items()}
-            each = RoundChecksums(int(data["round"]), tensors, shards, _count(data["of"]))
+            each = RoundChecksums(int(data["round"]), tensors, shards, _count(data.get("of", 0)))
         except (*MAKES_NO_SENSE, AttributeError) as error:
             raise RecordsError(f"{path}, line {number + 1} is no record of checksums") from error
         found[each.round] = each

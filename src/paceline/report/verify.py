@@ -95,7 +95,7 @@ def _incomplete(name: str, rounds: Sequence[RoundChecksums]) -> str:
 def _compare_round(
     left: RoundChecksums, right: RoundChecksums, runs: tuple[str, str]
 ) -> VerifyResult | None:
-    if left.count != right.count:
+    if left.count and right.count and left.count != right.count:
         text = (
             f"step {left.round}: {runs[0]} has {left.count} shards, {runs[1]} has {right.count}; "
             "only trainings with as many shards have the same bits"
