@@ -13,7 +13,7 @@ from paceline.observe.ring import EventWriter
 from paceline.observe.ring_layout import MIN_BYTES
 from paceline.observe.run_folder import RUN_DIR, RunFolder
 from paceline.observe.stall.last_seen import ended_first
-from paceline.observe.stall.processes import host_name
+from paceline.processes import host_name
 from tests.observe.sample_records import INFO
 
 MS = 1_000_000  # stamps are kept to some microseconds

@@ -13,9 +13,9 @@ from paceline.errors import RecordsError
 from paceline.observe.records import Activity
 from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RUN_DIR, RunFolder
-from paceline.observe.stall.processes import host_name
 from paceline.observe.stall.threads import WORDS
 from paceline.printable import printable
+from paceline.processes import host_name
 
 
 def last_seen(pid: int) -> str:
