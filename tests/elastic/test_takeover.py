@@ -44,7 +44,8 @@ def member_report(member: int, rank: Rank) -> MemberReport:
     if rank.place is None:
         state = MemberState.WAITING if rank.is_left else MemberState.STARTING
         return MemberReport(member, rank.slot, state.value)
-    state = MemberState.READY if rank.is_left else MemberState.TRAINING
+    state = MemberState.DONE if rank.is_done else MemberState.TRAINING
+    state = MemberState.READY if rank.is_left else state
     return MemberReport(member, rank.slot, state.value, rank.step, epoch=rank.place.epoch)
 
 
@@ -68,10 +69,11 @@ def take_over(job: Job, scale_before: int = 0) -> None:
 
 
 IN_STEP = ("die_in_step", "lose_link")
+PLAIN = ("die", "join", "leave", "catch_up")
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
-            [*IN_STEP, "step", "die", "join", "leave", "catch_up", "scale", "tick", "take over"]
+            [*IN_STEP, *PLAIN, "done", "step", "scale", "tick", "take over"]
         ),
         st.integers(0, 7),
     ),
@@ -87,7 +89,7 @@ def test_no_committed_step_is_lost(ranks: int, spares: int, events: list[tuple[s
     job.settle()
     for what, number in events:
         members = sorted(job.ranks)
-        if job.failed or not members:
+        if job.failed or job.membership.is_finished or not members:
             break
         if what == "step":
             job.step(number)
@@ -103,6 +105,8 @@ def test_no_committed_step_is_lost(ranks: int, spares: int, events: list[tuple[s
         job.settle()
     if job.failed:
         assert "nobody holds the state" in job.failed
+    elif job.last_step is not None:
+        job.finish()
     elif job.ranks:
         assert len(job.training()) == job.membership.policy.ranks
         assert all(job.ranks[m].step == job.committed for m in job.training())

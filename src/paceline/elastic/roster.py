@@ -79,8 +79,14 @@ class Roster:
         """Start what is missing, as far as hosts have room."""
         if self.epoch < 0 or self._is_over:
             return []
-        missing = self._target() - len(self._staying()) - self._due()
-        return [a for _ in range(missing) for a in self._fill(self._free_slot())]
+        return [a for _ in range(self._missing()) for a in self._fill(self._free_slot())]
+
+    def _missing(self) -> int:
+        """Ranks that are neither there nor on their way."""
+        return self._target() - len(self._staying()) - self._due()
+
+    def _is_short(self) -> bool:
+        return self._missing() > 0
 
     def _target(self) -> int:
         """How many ranks there can be at present."""
