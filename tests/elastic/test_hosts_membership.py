@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.elastic.members import ElasticPolicy, Kill
 from paceline.elastic.membership import Membership
-from tests.elastic.simulated_job import Job
+from tests.elastic.membership.simulated_job import Job
 from tests.examples import examples
 
 

@@ -25,7 +25,7 @@ from paceline.elastic.events import MembershipEvent
 from paceline.elastic.hosts.listening import listening_at
 from paceline.elastic.protocol import DIRECTORY
 from paceline.elastic.state import State
-from paceline.elastic.supervise import find_supervisor, leave_supervisor
+from paceline.elastic.supervised.supervise import find_supervisor, leave_supervisor
 from paceline.elastic.unblock import free_collectives
 from paceline.errors import (
     CollectiveError,
@@ -53,7 +53,8 @@ LEAVE_S = 10.0
 
 _TOLD_TO_END = (
     "rank %d was told to end, and leaves after step %d%s. Launchers that end all ranks when one "
-    "dies (torchrun, mp.spawn with join) do that; with `paceline run --elastic` the others go on"
+    "dies (torchrun, mp.spawn with join) do that; with `paceline run --elastic`, or with `-m "
+    "paceline.elastic.stand_in` under torchrun, the others go on"
 )
 
 

@@ -131,10 +131,10 @@ class Job:
         """``train(state)`` returns: this was the last step."""
         rank = self.ranks[member]
         is_there = rank.step == self.committed and not rank.is_copying and not rank.is_stuck
-        if member in self.training() and is_there and not rank.is_done:
-            if self.last_step in (None, rank.step):
-                self.last_step, rank.is_done = rank.step, True
-                self.do(self.membership.on_done(member, rank.step))
+        is_last = self.last_step in (None, rank.step)
+        if member in self.training() and is_there and is_last and not rank.is_done:
+            self.last_step, rank.is_done = rank.step, True
+            self.do(self.membership.on_done(member, rank.step))
 
     def finish(self) -> None:
         """Bring the job to its end."""
@@ -157,8 +157,8 @@ class Job:
 
     def leave(self, member: int) -> None:
         rank = self.ranks[member]
-        # Who waits in a collective, for a copy, or for the end of the job, does not look; the others
-        # look when they commit.
+        # Who waits in a collective, for a copy, or for the end of the job, does not look. The
+        # others look when they commit.
         is_busy = rank.is_stuck or rank.is_copying or rank.is_done
         is_at_commit = rank.place is not None and rank.step > rank.place.step
         if (is_busy or not is_at_commit) and not rank.is_freed:

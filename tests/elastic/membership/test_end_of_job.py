@@ -1,8 +1,8 @@
-"""How a job ends: ``train(state)`` returns on some ranks while others are told to leave their epoch."""
+"""How a job ends: some ranks return from ``train(state)``, others are told to leave."""
 
 from __future__ import annotations
 
-from tests.elastic.simulated_job import make_job
+from tests.elastic.membership.simulated_job import make_job
 
 
 def test_the_end() -> None:

@@ -12,7 +12,7 @@ from paceline.elastic.members import (
     Kill,
     Release,
 )
-from tests.elastic.simulated_job import make_job
+from tests.elastic.membership.simulated_job import make_job
 from tests.examples import examples
 
 IN_STEP = ("die_in_step", "lose_link")
