@@ -32,7 +32,6 @@ from paceline.elastic.hosts.takeover import Takeover
 from paceline.elastic.members import (
     Action,
     Begin,
-    End,
     Kill,
     Member,
     MemberState,
@@ -112,7 +111,7 @@ class Membership(Roster):
             self._slots.setdefault(who.slot, Slot())
         if self.epoch < 0:
             return self._go_on() if is_whole else self._start_again(why)
-        self._begin_step = max((who.step for who in self._in_epoch()), default=-1)
+        self._begin_step = max((who.step for who in self.inside()), default=-1)
         ends: list[Action] = []
         if not is_whole:
             self._ended_s = self._lost_s = self.now_s
@@ -274,13 +273,6 @@ class Membership(Roster):
         self._ended_s, self._is_regrouping, self._is_finishing = self.now_s, False, False
         return self._tell_to_leave(why)
 
-    def _tell_to_leave(self, why: str, after: int = -1) -> list[Action]:
-        """Those that have not left the epoch yet, also who is done: it may have to give its state."""
-        inside = [who for who in self._in_epoch() if who.state is not MemberState.READY]
-        for who in inside:
-            who.state = MemberState.TRAINING
-        return [End(who.id, why, after) for who in inside]
-
     def _judge_silent(self) -> list[Action]:
         """Kill those that were told that their epoch is over and have not left it.
 
@@ -300,7 +292,7 @@ class Membership(Roster):
         """Begin an epoch, ask for one, or end the job, if it is time."""
         if self._is_over:
             return []
-        inside = self._in_epoch()
+        inside = self.inside()
         if self.epoch < 0:
             waiting = [w for w in self.members.values() if w.state is MemberState.WAITING]
             return self._begin_first(waiting) if len(waiting) == self.policy.ranks else []
@@ -360,7 +352,7 @@ class Membership(Roster):
 
     def _begin(self, stay: list[Member]) -> list[Action]:
         is_first = self.epoch < 0 and not self.policy.begins_alone
-        inside = self._in_epoch()
+        inside = self.inside()
         best = best_of(inside)
         if best is not None and best.is_leaving:
             stay = [*stay, best]  # nobody else has its step: it hands over first
