@@ -83,7 +83,7 @@ LONG_FILES = [
     "cli/test_run_scripts.py",
     "integrations/test_lightning_own.py",
     "integrations/test_launchers.py",
-    "elastic/test_supervisor.py",
+    "elastic/supervised/test_supervisor.py",
     "integrations/test_accelerate_scripts.py",
     "packaging/test_wheel.py",
     "integrations/test_ray.py",

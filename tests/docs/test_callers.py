@@ -25,7 +25,8 @@ NAME = re.compile(r":(?:mod|class):`~?paceline\.([\w.]+)`|((?:[\w-]+/)*\w+)\.py\
 INDIRECT = {
     "elastic/checkpoint/reader.py": "saved_state.py reads for state.py",
     "elastic/hosts/places.py": "membership.py asks roster.py",
-    "elastic/supervisor.py": "started as a program",
+    "elastic/stand_in.py": "started as a program",
+    "elastic/supervised/supervisor.py": "started as a program",
     "elastic/unblock.py": "the client has a function of the session",
 }
 

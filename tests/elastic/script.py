@@ -3,7 +3,8 @@
 Run by ``paceline run --elastic``. ``argv[1]`` is a directory: each rank that ends well writes
 ``done-<member>`` there, with a hash of its whole state; every committed batch goes to
 ``seen-<member>``. ``argv[2]`` is JSON: how many steps, the backend, and the faults. A fault fires
-once in the job, at a point of a step, in the rank that has that number then; it leaves a file.
+once in the job, at a point of a step, in the rank that has that number then; it leaves a file. Some
+wait until the test has done its part (``acted-<number>``).
 With ``world`` it goes on until there are so many ranks. ``digests-<member>`` has a hash of the
 whole state after every commit. With ``save`` it writes a checkpoint every so many steps.
 """
@@ -47,37 +48,40 @@ def fault(point: str, step: int, own: int | None = None) -> None:
             continue
         if rank >= 0 and rank != (dist.get_rank() if own is None else own):
             continue
-        if point == "copy as joiner" and not (OUT / f"fired-{number - 1}").exists():
+        if point.endswith("as joiner") and not (OUT / f"fired-{number - 1}").exists():
             continue  # of the fault before it
+        if kind == "wait" and not (OUT / f"armed-{number}").exists():
+            continue
         try:
             (OUT / f"fired-{number}").touch(exist_ok=False)
         except FileExistsError:
             continue
-        fire(kind)
+        fire(kind, number)
 
 
-def fire(kind: str) -> None:
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "terminate":
-        os.kill(os.getpid(), signal.SIGTERM)
+SIGNALS = {"kill": signal.SIGKILL, "coordinator and rank": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS["terminate"] = signal.SIGTERM
+
+
+def fire(kind: str, number: int) -> None:
+    if kind in ("coordinator", "coordinator and rank", "wait"):
+        while not (OUT / f"acted-{number}").exists():  # by the test
+            time.sleep(0.005)
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
     elif kind == "quit":
         sys.exit(0)
     elif kind == "exit":
         os._exit(3)
-    elif kind == "hang":
-        time.sleep(10_000)
+    elif kind in ("hang", "slow"):
+        time.sleep(10_000 if kind == "hang" else 0.4)
     elif kind == "deadlock":
         ctypes.PyDLL(None).pause()  # in C, and no other thread of this process runs any more
-    elif kind == "slow":
-        time.sleep(0.4)
     elif kind == "cut":
         own = os.getpid()
         peers = {int(path.name[4:]) for path in OUT.glob("pid-*")} - {own}
         (OUT / f"cut-{own}-{time.monotonic_ns()}").write_text(str(cut_connections(peers)))
-    else:
+    elif kind == "raise":
         raise ValueError("as planned")
 
 
@@ -203,6 +207,8 @@ torch.set_num_threads(1)
 (OUT / f"pid-{os.getpid()}").touch()
 dist.init_process_group(PLAN.get("backend", "gloo"))
 fault("construction", 0)
+if "PACELINE_ELASTIC_ATTEMPT" not in os.environ:
+    fault("construction as joiner", 0)
 torch.manual_seed(0)
 random.seed(0)
 numpy.random.seed(0)
@@ -254,8 +260,16 @@ def pause_s() -> float:
     return 0.0 if (OUT / "hurry").exists() else PLAN.get("pause_s", 0.0)
 
 
+def make_groups() -> None:
+    """Of the script's own, which it needs anew in every epoch of the membership."""
+    if PLAN.get("new_group"):
+        fault("new group", state.step)
+        dist.new_group()
+
+
 @elastic.run
 def train(state: elastic.State) -> None:
+    make_groups()
     while not is_over():
         sampler.set_epoch(state.epoch)
         for indices, inputs, targets in loader:
@@ -292,5 +306,7 @@ def train(state: elastic.State) -> None:
 
 
 train(state)
+if PLAN.get("again"):
+    train(state)
 result = {"digests": digests(), "step": state.step, "world": dist.get_world_size()}
 (OUT / f"done-{MEMBER}").write_text(json.dumps(result))

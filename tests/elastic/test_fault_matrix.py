@@ -7,40 +7,74 @@ every commit all ranks note a hash of their whole state; these must be the same.
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.elastic.jobs import Fault, check, run_job
+from tests.elastic.jobs import Fault, JobOnSharedServer, check, run_job
 
 POINTS = ("construction", "forward", "bucket", "between", "optimizer", "commit", "recovery")
 # Where survivors are blocked besides: a hook's collective, dist.barrier. SyncBatchNorm is anyway.
 BLOCKED = (*POINTS[:-1], "hook", "barrier", POINTS[-1])
 KINDS = ("kill", "stop", "raise", "exit", "deadlock", "cut", "slow", "joiner", "rank 0", "two")
+COORDINATOR = ("coordinator", "coordinator and rank")  # it knows nothing of backends
 STUCK_AFTER_S = {"stop": 1.0, "deadlock": 3.0}
 EVERY = 2  # steps between two faults
 
 
 def faults_for(kind: str, points: tuple[str, ...]) -> list[Fault]:
-    """What fires, in its order. In recovery there is a fault only after a death."""
+    """What fires, in its order. In recovery there is a fault only after a death.
+
+    A joiner dies while it copies the state, after a death at each point; that of ``construction``
+    while it runs the script alone, before it has come to its copy.
+    """
     what = "kill" if kind in ("joiner", "rank 0", "two") else kind
     found: list[Fault] = []
     for number, point in enumerate(points):
         step = 0 if point == "construction" else EVERY * number + 1
-        found.append((what, point, step, 0 if kind == "rank 0" else 1))
+        # In recovery the old connections have ended already: it is a new one that is cut.
+        where = "copy" if (kind, point) == ("cut", "recovery") else point
+        found.append((what, where, step, 0 if kind == "rank 0" else 1))
         if kind == "two":
             found.append((what, point, step, 2))
-        if kind == "joiner" and point not in ("construction", "recovery"):
+        if kind == "joiner" and point != "construction":
             found.append(("kill", "copy as joiner", 0, -1))
         if point == "recovery":
             found.append(("kill", "forward", step, {"two": 3, "rank 0": 1}.get(kind, 2)))
+    if kind == "joiner":
+        found.append(("kill", "forward", EVERY * len(points) + 1, 1))
+        found.append(("kill", "construction as joiner", 0, -1))
     return found
 
 
+def kill_the_coordinator(out: Path, faults: list[Fault]) -> Callable[[JobOnSharedServer], None]:
+    """When a rank is at a point where that is planned: it waits there."""
+    mine = [n for n, fault in enumerate(faults) if fault[0] in COORDINATOR]
+    killed = {0}
+
+    def on_wait(job: JobOnSharedServer) -> None:
+        for number in mine:
+            acted = out / f"acted-{number}"
+            pid = job._keeper.pid if job._keeper is not None else 0
+            is_due = (out / f"fired-{number}").exists() and not acted.exists()
+            if is_due and pid not in killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+                acted.touch()
+
+    return on_wait
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*product(KINDS, ["gloo", "paceline"]), *zip(COORDINATOR, ["gloo", "paceline"], strict=True)],
+)
 def test_training_goes_on(tmp_path: Path, kind: str, backend: str) -> None:
     points = BLOCKED if kind in ("exit", "rank 0") else POINTS
     faults = faults_for(kind, points)
@@ -55,8 +89,13 @@ def test_training_goes_on(tmp_path: Path, kind: str, backend: str) -> None:
         hold_s=100.0,
         stuck_after_s=STUCK_AFTER_S.get(kind, 0.0),
         options={"own_hook": True},
+        on_wait=kill_the_coordinator(tmp_path / "out", faults),
     )
     check(ended, faults=len(faults), world=ranks, steps=steps)
+    if (kind, backend) == ("cut", "gloo"):
+        cut = [int(path.read_text()) for path in ended.out.glob("cut-*")]
+        assert len(cut) == len(points)
+        assert all(cut), "there was nothing to cut"
     if kind == "slow":
         assert len(ended.events()) == 2, "only the death before the recovery changes something"
 

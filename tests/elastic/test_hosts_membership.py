@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.elastic.members import ElasticPolicy, Kill
 from paceline.elastic.membership import Membership
-from tests.elastic.simulated_job import Job
+from tests.elastic.membership.simulated_job import Job
 from tests.examples import examples
 
 
@@ -25,7 +25,7 @@ def lose(job: Job, host: int, why: str = "cut") -> None:
     """A host is dropped, after its ranks have stopped."""
     for member in [m for m, rank in job.ranks.items() if rank.host == host]:
         del job.ranks[member]
-    job.committed = max((r.step for r in job.ranks.values() if r.place), default=0)
+    job.count_again()
     job.do(job.membership.on_host_lost(host, why))
 
 
@@ -117,7 +117,7 @@ def test_with_a_range_of_hosts_the_job_begins_without_those_that_are_late() -> N
     assert hosts_of(job) == [0, 0, 2]
 
 
-NAMES = ("step", "die", "join", "leave", "catch_up", "tick", "lose", "back")
+NAMES = ("step", "die", "join", "leave", "catch_up", "tick", "lose", "back", "done")
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from([*NAMES, "cut_short", "die_in_step", "lose_link"]),
@@ -141,7 +141,7 @@ def happen(job: Job, what: str, number: int, ranks: int) -> None:
     elif what == "cut_short" and is_up:  # a host, in the middle of a step
         job.cut_short()
         lose(job, host)
-    elif what in ("die", "join", "leave", "catch_up", "die_in_step", "lose_link"):
+    elif what in ("die", "join", "leave", "catch_up", "die_in_step", "lose_link", "done"):
         getattr(job, what)(members[number % len(members)])
 
 
@@ -154,17 +154,19 @@ def test_no_committed_step_is_lost(
     job.settle()
     assert job.membership.epoch == 0
     for what, number in events:
-        if job.failed or not job.ranks:
+        if job.failed or job.membership.is_finished or not job.ranks:
             break
         happen(job, what, number, ranks)
         assert all(job.membership.hosts.is_up(rank.host) for rank in job.ranks.values())
-    if not job.failed:
+    if not job.failed and not job.membership.is_finished:
         for host in range(3):
             if not job.membership.hosts.is_up(host):
                 job.do(job.membership.on_host(host, ranks))
         job.settle()
     if job.failed:
         assert "nobody holds the state" in job.failed
+    elif job.last_step is not None:
+        job.finish()
     else:
         found = hosts_of(job)
         assert len(found) == 3 * ranks

@@ -52,7 +52,9 @@ def test_a_rank_that_ends_by_itself_comes_back(tmp_path: Path, kind: str) -> Non
 @pytest.mark.slow
 def test_two_at_once(tmp_path: Path) -> None:
     faults = [("kill", "forward", 5, 0), ("kill", "forward", 5, 2)]
-    check(run_job(tmp_path, faults=faults, hold_s=60.0), faults=2, world=3)
+    ended = run_job(tmp_path, faults=faults, hold_s=60.0)
+    check(ended, faults=2, world=3)
+    assert ended.events()[1]["why"].count("killed by SIGKILL") == 2
 
 
 def test_a_stopped_rank_counts_as_dead_after_the_deadline(tmp_path: Path) -> None:
@@ -87,6 +89,16 @@ def test_a_rank_dies_while_others_connect_to_it(tmp_path: Path, backend: str) ->
     faults = [("kill", "forward", 5, 2), ("kill", "connect", 5, 1)]
     ended = run_job(tmp_path, faults=faults, hold_s=100.0, backend=backend, respond_s=60.0)
     check(ended, faults=2, world=3)
+    assert "did not leave" not in "".join(event["why"] for event in ended.events())
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("paceline", marks=pytest.mark.slow)])
+def test_a_rank_dies_while_others_make_a_group_with_it(tmp_path: Path, backend: str) -> None:
+    """They wait in a store, where no connection ends."""
+    faults = [("kill", "new group", 0, 1), ("kill", "forward", 5, 2), ("kill", "new group", 5, 0)]
+    options = {"new_group": True}
+    ended = run_job(tmp_path, faults=faults, hold_s=60.0, backend=backend, options=options)
+    check(ended, faults=3, world=3)
     assert "did not leave" not in "".join(event["why"] for event in ended.events())
 
 
@@ -125,6 +137,14 @@ def test_a_script_that_does_not_train_under_run_is_named(tmp_path: Path) -> None
     ended = run_job(tmp_path, ranks=2, faults=[("quit", "construction", 0, 0)])
     assert ended.code == 1
     assert "never called a function under @elastic.run" in ended.folder.failure.read_text()
+
+
+@pytest.mark.slow
+def test_a_second_function_is_refused(tmp_path: Path) -> None:
+    """The end of the first was the end of the job: nobody would ever give it a place."""
+    ended = run_job(tmp_path, ranks=2, options={"again": True})
+    assert ended.code == 1
+    assert "Do both parts in one" in ended.logs()
 
 
 def test_a_death_between_step_and_commit_ends_the_job_with_the_remedy(tmp_path: Path) -> None:

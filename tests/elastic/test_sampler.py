@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from hypothesis import given
@@ -56,6 +58,18 @@ def test_its_state_is_good_for_another_world() -> None:
     assert list(other) == list(sampler)
     other.set_epoch(4)
     assert other.position == 0
+
+
+def test_a_pass_without_an_epoch_of_its_own_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """But not one that begins again where an epoch had just ended."""
+    sampler = DistributedSampler(8, 4)
+    assert len(list(sampler)) == 2
+    sampler.advance(2)
+    sampler.set_epoch(0)
+    assert list(sampler) == []
+    assert not caplog.records
+    assert list(sampler) == []
+    assert "call set_epoch() with the next number" in caplog.text
 
 
 def test_what_is_left_over() -> None:
@@ -158,4 +172,36 @@ def test_a_part_of_a_global_batch_is_not_committed() -> None:
     with pytest.raises(ConfigurationError, match="all 2 micro-batches"), state.micro_batch():
         pass
     state.commit()
-    assert sampler.position == 0  # nothing was reduced: there is no wrapper
+    assert sampler.position == 1
+
+
+def reduce_and_commit(models: int, reductions: int) -> tuple[int, list[str]]:
+    """Where the sampler stands after two commits, and what was said."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline.elastic").addHandler(handler)
+    wrapped = {f"model{number}": DDP(torch.nn.Linear(2, 1)) for number in range(models)}
+    sampler = DistributedSampler(40, 4)
+    state = State(sampler=sampler, **wrapped)
+    for _ in range(2):
+        for _ in range(reductions):
+            for ddp in wrapped.values():
+                ddp(torch.ones(1, 2)).sum().backward()
+        state.commit()
+    state.close()
+    return sampler.position, lines
+
+
+def test_batches_of_a_step_where_reductions_tell() -> None:
+    """Accumulated without no_sync: a line says what was counted, once."""
+    [(position, lines)] = run_ranks(1, reduce_and_commit, 1, 2)
+    assert position == 4
+    assert len(lines) == 1
+    assert "say so: state.commit(batches=1)" in lines[0]
+
+
+@pytest.mark.parametrize("models", [0, 2])
+def test_a_commit_is_a_batch_where_they_do_not(models: int) -> None:
+    """A GAN reduces one of its models several times for a batch."""
+    assert run_ranks(1, reduce_and_commit, models, 2) == [(2, [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import DistributedDataParallel as DDP
-from paceline.elastic import State, run
+from paceline.elastic import State, run, session
 from paceline.elastic.random_state import read_generators, write_generators
 from paceline.elastic.session import Session
 from paceline.elastic.transfer import describe, make_tensors, rebuild
@@ -60,6 +61,66 @@ def test_a_learning_rate_that_was_changed_is_put_back() -> None:
     state.put_back()
     assert optimizer.param_groups[0]["lr"] == 0.1
     state.close()
+
+
+def test_a_learning_rate_in_a_tensor_is_put_back() -> None:
+    """Schedulers change it in place; whoever holds it (a captured graph) still does."""
+    model = torch.nn.Linear(2, 1)
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state = State(model=model, optimizer=optimizer, scheduler=scheduler)
+    held = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    state.commit()
+    for _ in range(2):  # what is kept must not be what is in use
+        scheduler.step()
+        assert float(held) == 0.25
+        state.put_back()
+        assert optimizer.param_groups[0]["lr"] is held
+        assert float(held) == 0.5
+        assert scheduler.get_last_lr() == [0.5]
+    state.close()
+
+
+class Replacing(torch.nn.Module):
+    """Its forward puts another tensor in the place of a buffer, as DDP allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + x.mean(0)
+        return x - self.mean
+
+
+def test_a_buffer_that_a_forward_replaces_is_put_back() -> None:
+    model = Replacing()
+    state = State(model=model, step=0)
+    model(torch.ones(3, 2))
+    state.commit()
+    kept = model.mean
+    for _ in range(2):
+        model(torch.ones(3, 2))
+        model(torch.ones(3, 2))
+        assert model.mean.tolist() == [1.75, 1.75]
+        state.put_back()
+        assert model.mean is kept
+        assert kept.tolist() == [1.0, 1.0]
+    state.close()
+
+
+def test_a_generator_of_the_users_own_is_put_back() -> None:
+    generator = torch.Generator().manual_seed(3)
+    state = State(generator=generator)
+    torch.rand(5, generator=generator)
+    state.commit()
+    drawn = torch.rand(5, generator=generator)
+    state.put_back()
+    assert torch.equal(torch.rand(5, generator=generator), drawn)
+    assert state.generator is generator
 
 
 def test_it_is_clean_until_an_optimizer_steps() -> None:
@@ -216,6 +277,24 @@ def test_what_cannot_be_kept_is_refused() -> None:
         State(commit=1)
 
 
+def test_what_could_not_be_made_again_is_refused() -> None:
+    def on_rank() -> list[str]:
+        mine = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        part = State(model=DDP(torch.nn.Linear(2, 1), process_group=mine))
+        stepping = DDP(torch.nn.Linear(2, 1))
+        stepping.module.weight._in_backward_optimizers = []  # as torch marks them
+        texts = []
+        for state in (part, State(model=stepping)):
+            with pytest.raises(ConfigurationError) as caught:
+                session._check(state)
+            texts.append(str(caught.value))
+        return texts
+
+    for texts in run_ranks(2, on_rank):
+        assert "over a group that has not all ranks" in texts[0]
+        assert "step in the backward" in texts[1]
+
+
 class TestTheSourceDiesInTheMiddleOfACopy:
     """A survivor that is a step behind still holds its step; a joiner holds nothing."""
 
@@ -262,6 +341,32 @@ class TestTheSourceDiesInTheMiddleOfACopy:
     def test_a_joiner(self) -> None:
         _, (is_half, is_whole, is_same) = run_ranks(2, partial(self.on_rank, False))
         assert (is_half, is_whole, is_same) == (True, False, False)
+
+
+class Unsendable:
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_what_could_not_be_sent_after_a_death_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="part=Unsendable cannot be kept: a set cannot be"):
+        State(part=Unsendable())
+
+
+def test_states_of_schedulers_can_be_sent() -> None:
+    """With the types that they work with: milestones are counted, and asked for their elements."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=1.0)
+    later = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    found: list[torch.Tensor] = []
+    description = json.loads(json.dumps(describe(later.state_dict(), found)))
+    later.load_state_dict(rebuild(description, iter(found)))
+    assert sorted(later.milestones.elements()) == [2, 2, 5]
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    plateau.step(numpy.float32(0.5))  # type: ignore[arg-type]
+    state = rebuild(describe({**plateau.state_dict(), "best": numpy.float32(0.5)}, []), iter(()))
+    assert type(state["best"]) is float
 
 
 TREES: list[Any] = [

@@ -21,7 +21,7 @@ from paceline.elastic.hosts.takeover import (
 from paceline.elastic.members import ElasticPolicy, Fail, MemberState
 from paceline.elastic.membership import Membership
 from paceline.elastic.protocol import send
-from tests.elastic.simulated_job import Job, Rank
+from tests.elastic.membership.simulated_job import Job, Rank
 from tests.elastic.test_coordinator import KEY, Running, hear, say_hello
 from tests.examples import examples
 
@@ -44,7 +44,8 @@ def member_report(member: int, rank: Rank) -> MemberReport:
     if rank.place is None:
         state = MemberState.WAITING if rank.is_left else MemberState.STARTING
         return MemberReport(member, rank.slot, state.value)
-    state = MemberState.READY if rank.is_left else MemberState.TRAINING
+    state = MemberState.DONE if rank.is_done else MemberState.TRAINING
+    state = MemberState.READY if rank.is_left else state
     return MemberReport(member, rank.slot, state.value, rank.step, epoch=rank.place.epoch)
 
 
@@ -68,15 +69,28 @@ def take_over(job: Job, scale_before: int = 0) -> None:
 
 
 IN_STEP = ("die_in_step", "lose_link")
+PLAIN = ("die", "join", "leave", "catch_up")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(
-            [*IN_STEP, "step", "die", "join", "leave", "catch_up", "scale", "tick", "take over"]
-        ),
+        st.sampled_from([*IN_STEP, *PLAIN, "done", "step", "scale", "tick", "take over"]),
         st.integers(0, 7),
     ),
     max_size=60,
 )
+
+
+def happen(job: Job, what: str, number: int) -> None:
+    members = sorted(job.ranks)
+    if what == "step":
+        job.step(number)
+    elif what == "scale":
+        job.do(job.membership.on_scale(1 + number % 4))
+    elif what == "tick":
+        job.do(job.membership.on_tick(job.membership.now_s + number))
+    elif what == "take over":
+        take_over(job)
+    else:
+        getattr(job, what)(members[number % len(members)])
 
 
 @settings(max_examples=examples(300))
@@ -86,23 +100,15 @@ def test_no_committed_step_is_lost(ranks: int, spares: int, events: list[tuple[s
     job.do(job.membership.start())
     job.settle()
     for what, number in events:
-        members = sorted(job.ranks)
-        if job.failed or not members:
+        if job.failed or job.membership.is_finished or not job.ranks:
             break
-        if what == "step":
-            job.step(number)
-        elif what == "scale":
-            job.do(job.membership.on_scale(1 + number % 4))
-        elif what == "tick":
-            job.do(job.membership.on_tick(job.membership.now_s + number))
-        elif what == "take over":
-            take_over(job)
-        else:
-            getattr(job, what)(members[number % len(members)])
+        happen(job, what, number)
     if not job.failed:
         job.settle()
     if job.failed:
         assert "nobody holds the state" in job.failed
+    elif job.last_step is not None:
+        job.finish()
     elif job.ranks:
         assert len(job.training()) == job.membership.policy.ranks
         assert all(job.ranks[m].step == job.committed for m in job.training())

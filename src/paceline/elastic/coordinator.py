@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from paceline.elastic.events import Reasons
 from paceline.elastic.handshake import limit_waits
 from paceline.elastic.hosts.lease import FIRST_HOST, LeaseTable, now_s
 from paceline.elastic.hosts.mailbox import Mailbox
@@ -76,7 +77,7 @@ class Coordinator:
         self._where: dict[int, int] = {}  # the host of each member whose process has not ended
         self._is_gathering = True
         self._early: list[tuple[HostSession, dict[str, Any]]] = []  # heard while gathering
-        self._why = ""  # the last epoch ended
+        self._reasons = Reasons()
         self._is_over = False
         self._over_s = 0.0
         self._still = StillRanks()
@@ -217,6 +218,8 @@ class Coordinator:
         del self._hosts[session.host]
         if self.outcome is None and session.host in self._membership.hosts.known:
             why = f"host {session.host} was not heard from for {self._order.lease_s:g} s"
+            if any(who.host == session.host for who in self._membership.inside()):
+                self._reasons.add(why)
             self._do(self._membership.on_host_lost(session.host, why))
 
     # --- what launchers say -----------------------------------------------------------------------
@@ -300,6 +303,8 @@ class Coordinator:
 
     def _on_exit(self, member: int, why: str, is_quiet: bool) -> None:
         self._where.pop(member, None)
+        if any(who.id == member for who in self._membership.inside()):
+            self._reasons.add(why)
         if is_quiet and self._membership.epoch < 0 and member in self._membership.members:
             self._end(f"{why}, and never called a function under @elastic.run")
         else:
@@ -324,9 +329,10 @@ class Coordinator:
     def _do(self, actions: list[Action]) -> None:
         begins = [action for action in actions if isinstance(action, Begin)]
         hosts = sorted({self._where[action.member] for action in begins})
+        why = self._reasons.take() if begins else ""
         for action in actions:
             if isinstance(action, Begin):
-                facts = {"hosts": hosts, "why": self._why}
+                facts = {"hosts": hosts, "why": why}
                 self._say(action.member, "begin", asdict(action) | facts)
             else:
                 self._carry_out(action)
@@ -341,10 +347,10 @@ class Coordinator:
             case Kill():
                 self._tell_host_of(action.member, "kill", asdict(action))
             case End():
-                self._why = action.why
+                self._reasons.add(action.why)
                 self._say(action.member, "end", asdict(action))
             case Regroup():
-                self._why = "ranks are to join or to leave"
+                self._reasons.add("ranks are to join or to leave")
                 self._say(action.member, "regroup")
             case Release():
                 self._say(action.member, "release", asdict(action))

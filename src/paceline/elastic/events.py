@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_MOST = 8  # that are told
+
 
 @dataclass(frozen=True)
 class MembershipEvent:
@@ -52,3 +54,21 @@ class MembershipEvent:
         return (
             f"epoch {self.epoch}: {ranks} from step {self.step} on, because {self.why} ({phases})"
         )
+
+
+class Reasons:
+    """Why an epoch is over: several ranks may die at once. Kept by the coordinator."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, why: str) -> None:
+        """One more, unless it is known."""
+        if why not in self._found and len(self._found) < _MOST:
+            self._found.append(why)
+
+    def take(self) -> str:
+        """All of them, for the epoch that begins."""
+        text = "; ".join(self._found)
+        self._found.clear()
+        return text

@@ -17,6 +17,7 @@ import torch
 
 from paceline.elastic.random_state import read_generators, write_generators
 from paceline.elastic.wrapper_state import WrapperState
+from paceline.torch_private.modules import own_buffers
 from paceline.torch_private.scaler import forget_step
 
 
@@ -47,41 +48,103 @@ class Kept:
         parts: Mapping[str, Stateful],
         wrappers: WrapperState,
     ) -> None:
-        self._modules = modules
         self._optimizers = optimizers
         self._parts = parts
         self._wrappers = wrappers
-        self.look_again()
+        self._buffers = _Buffers(modules)
 
     def look_again(self) -> None:
-        """Find the buffers: modules have been changed, or a new epoch begins."""
-        self._buffers = [b for module in self._modules for b in module.buffers()]
-        self._copies = [torch.empty_like(b) for b in self._buffers]
+        """Modules may have got other buffers."""
+        self._buffers.find()
 
     def keep(self, values: dict[str, Any]) -> None:
         """Keep all of it as it is now."""
-        if self._buffers:
-            torch._foreach_copy_(self._copies, self._buffers)
+        self._buffers.keep()
         self._wrappers.keep()
         self._values = dict(values)
         self._generators = read_generators()
         self._settings = [
-            [{k: v for k, v in group.items() if k != "params"} for group in each.param_groups]
+            [
+                {k: _copied(v) for k, v in group.items() if k != "params"}
+                for group in each.param_groups
+            ]
             for each in self._optimizers
         ]
         self._states = {name: copy.deepcopy(p.state_dict()) for name, p in self._parts.items()}
 
     def put_back(self) -> dict[str, Any]:
         """Make everything as it was at the commit; return the values."""
-        if self._buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._copies)
+        self._buffers.put_back()
         self._wrappers.put_back()
         write_generators(self._generators)
         for optimizer, groups in zip(self._optimizers, self._settings, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
-                group.update(settings)
+                _put_back_settings(group, settings)
         for name, part in self._parts.items():
             part.load_state_dict(copy.deepcopy(self._states[name]))
             forget_step(part)
         return dict(self._values)
+
+
+def _copied(value: Any) -> Any:
+    """A learning rate may be a tensor, which schedulers change in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _put_back_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for name, value in settings.items():
+            now = group.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
+                now.copy_(value)
+            else:
+                group[name] = _copied(value)
+
+
+class _Buffers:
+    """All buffers of some modules, and copies of them.
+
+    A forward may put another tensor in the place of a buffer (``self.mean = 0.9 * self.mean + x``),
+    so they are looked up again at each commit.
+    """
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self._modules = modules
+        self.find()
+
+    def find(self) -> None:
+        """See which there are."""
+        every = {id(each): each for module in self._modules for each in module.modules()}
+        self._places = [
+            (each, own, name)
+            for each in every.values()
+            for own in (own_buffers(each),)
+            for name, buffer in own.items()
+            if buffer is not None
+        ]
+        self._found = self._look_up()
+        self._copies = [torch.empty_like(buffer) for buffer in self._found]
+
+    def _look_up(self) -> list[Any]:
+        return [own.get(name) for _, own, name in self._places]
+
+    def _are_same(self, found: list[Any]) -> bool:
+        return list(map(id, found)) == list(map(id, self._found))
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy them as they are now."""
+        if not self._places:
+            return
+        if not self._are_same(self._look_up()):
+            self.find()
+        torch._foreach_copy_(self._copies, self._found)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make them what they were, in the tensors that they were in."""
+        for (module, own, name), then in zip(self._places, self._found, strict=True):
+            if own.get(name) is not then:
+                setattr(module, name, then)
+        if self._places:
+            torch._foreach_copy_(self._found, self._copies)

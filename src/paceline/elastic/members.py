@@ -6,6 +6,7 @@ Made by :mod:`paceline.elastic.membership`, carried out by :mod:`paceline.elasti
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -56,6 +57,11 @@ class Member:
     def is_training(self) -> bool:
         """It is in the epoch, as far as anybody knows."""
         return self.state is MemberState.TRAINING
+
+
+def best_of(inside: Iterable[Member]) -> Member | None:
+    """Whose state counts: [Note: the source] in membership.py."""
+    return max(inside, key=lambda w: (w.is_clean, w.step, not w.is_leaving), default=None)
 
 
 @dataclass(frozen=True)

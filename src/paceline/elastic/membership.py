@@ -11,7 +11,8 @@ actions that come back. Pure, so that every order of events can be tried out in 
              leave together after a step that all of them finish: once the first has left, the
              others are told which (``End`` with ``after``). If one of them dies before, they cannot
              finish it, and are told to leave at once.
-    ready    each says which step it has committed, and whether it stands exactly there.
+    ready    each says which step it has committed, and whether it stands exactly there; also who
+             was done already: a place in the next epoch is given to those only that have left.
     begin    when all that live are ready: the next epoch has its ranks, and a source, whose state
              is copied to those that do not stand where it stands.
 
@@ -31,12 +32,12 @@ from paceline.elastic.hosts.takeover import Takeover
 from paceline.elastic.members import (
     Action,
     Begin,
-    End,
     Kill,
     Member,
     MemberState,
     Regroup,
     Release,
+    best_of,
 )
 from paceline.elastic.roster import INSIDE, OUTSIDE, Roster, Slot
 
@@ -110,12 +111,11 @@ class Membership(Roster):
             self._slots.setdefault(who.slot, Slot())
         if self.epoch < 0:
             return self._go_on() if is_whole else self._start_again(why)
-        self._begin_step = max((who.step for who in self._in_epoch()), default=-1)
+        self._begin_step = max((who.step for who in self.inside()), default=-1)
         ends: list[Action] = []
         if not is_whole:
             self._ended_s = self._lost_s = self.now_s
-            ready = MemberState.READY
-            ends = [End(w.id, why) for w in self._in_epoch() if w.state is not ready]
+            ends = self._tell_to_leave(why)
         return ends + self._shed(self.policy.ranks) + self._go_on()
 
     def on_joined(self, member: int) -> list[Action]:
@@ -133,17 +133,18 @@ class Membership(Roster):
         # coordinator that is gone.
         if self._is_regrouping or self._ended_s is None:
             self._is_regrouping, self._is_finishing, self._ended_s = False, True, self.now_s
-            why = "ranks are to join or to leave"
-            ends = [
-                End(w.id, why, step) for w in self._in_epoch() if w.state is MemberState.TRAINING
-            ]
+            ends = self._tell_to_leave("ranks are to join or to leave", step)
+        if step < 0 and who.is_leaving:
+            ends.append(self._release(who))  # it holds nothing, and nobody waits for it
         return ends + self._go_on()
 
     def on_done(self, member: int, step: int) -> list[Action]:
         """``train(state)`` has returned on a member."""
         who = self.members[member]
-        who.state, who.step, who.is_clean = MemberState.DONE, step, True
-        return self._go_on()
+        who.step, who.is_clean = step, True
+        if self._ended_s is None or self._is_regrouping:
+            who.state = MemberState.DONE
+        return self._go_on()  # otherwise it has been told to leave, and will say that it has
 
     def on_died(self, member: int, why: str) -> list[Action]:
         """A member's process is gone, for whatever reason."""
@@ -203,7 +204,8 @@ class Membership(Roster):
         for number, slot in self._slots.items():
             if slot.fork_at_s is not None and self.now_s >= slot.fork_at_s:
                 slot.fork_at_s = None
-                actions += self._fork(number, is_spare=slot.is_spare)
+                if slot.is_spare or self._is_short():
+                    actions += self._fork(number, is_spare=slot.is_spare)
         if not self.is_started:
             actions += self._try_start()
         return actions + self._judge_silent() + self._go_on()
@@ -259,7 +261,7 @@ class Membership(Roster):
             slot.is_spare = dead.is_spare
             slot.fork_at_s = self.now_s + self.policy.first_pause_s * 2 ** (slot.early_deaths - 2)
             return []
-        if dead.is_spare or len(self._staying()) + self._due() >= self._target():
+        if dead.is_spare or not self._is_short():
             return self._fork_spares()
         return self._fill(dead.slot, prefer=dead.host)
 
@@ -269,7 +271,7 @@ class Membership(Roster):
 
     def _end_epoch(self, why: str) -> list[Action]:
         self._ended_s, self._is_regrouping, self._is_finishing = self.now_s, False, False
-        return [End(who.id, why) for who in self._in_epoch()]
+        return self._tell_to_leave(why)
 
     def _judge_silent(self) -> list[Action]:
         """Kill those that were told that their epoch is over and have not left it.
@@ -290,13 +292,13 @@ class Membership(Roster):
         """Begin an epoch, ask for one, or end the job, if it is time."""
         if self._is_over:
             return []
-        inside = self._in_epoch()
+        inside = self.inside()
         if self.epoch < 0:
             waiting = [w for w in self.members.values() if w.state is MemberState.WAITING]
             return self._begin_first(waiting) if len(waiting) == self.policy.ranks else []
+        if inside and all(who.state is MemberState.DONE for who in inside):
+            return self._finish()
         if self._ended_s is None:
-            if inside and all(who.state is MemberState.DONE for who in inside):
-                return self._finish()
             if self._wants_change() and not any(w.state is MemberState.DONE for w in inside):
                 self._ended_s, self._is_regrouping = self.now_s, True
                 return [Regroup(w.id) for w in inside]
@@ -328,7 +330,7 @@ class Membership(Roster):
         if inside and len(stay) >= self._minimum():
             return self._begin(stay)
         if inside and not stay and not self.policy.replaces:
-            return self._finish(_best(inside))
+            return self._finish(best_of(inside))
         if not inside:
             return self._fail(
                 "all ranks died, and nobody holds the state any more; the last that was heard: "
@@ -350,8 +352,8 @@ class Membership(Roster):
 
     def _begin(self, stay: list[Member]) -> list[Action]:
         is_first = self.epoch < 0 and not self.policy.begins_alone
-        inside = self._in_epoch()
-        best = _best(inside)
+        inside = self.inside()
+        best = best_of(inside)
         if best is not None and best.is_leaving:
             stay = [*stay, best]  # nobody else has its step: it hands over first
         gone = [who for who in inside if who.is_leaving and who is not best]
@@ -385,8 +387,3 @@ class Membership(Roster):
         if saves is None:
             return found
         return [replace(a, saves=True) if a == Release(saves.id) else a for a in found]
-
-
-def _best(inside: list[Member]) -> Member | None:
-    """Whose state counts: [Note: the source]."""
-    return max(inside, key=lambda w: (w.is_clean, w.step, not w.is_leaving), default=None)

@@ -16,6 +16,25 @@ import torch
 _numpy_before: tuple[bytes, Any] = (b"", None)
 
 
+class KeptGenerator:
+    """A generator of the user's own, as a member of a state.
+
+    Args:
+        generator: It is read and written, never replaced.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self._generator.set_state(state["generator"])
+
+
 def _read_numpy(numpy: Any) -> Any:
     """Return the state of numpy's global generator.
 

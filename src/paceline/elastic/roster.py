@@ -13,6 +13,7 @@ from paceline.elastic.hosts.places import HostTable
 from paceline.elastic.members import (
     Action,
     ElasticPolicy,
+    End,
     Fail,
     Fork,
     Kill,
@@ -79,8 +80,14 @@ class Roster:
         """Start what is missing, as far as hosts have room."""
         if self.epoch < 0 or self._is_over:
             return []
-        missing = self._target() - len(self._staying()) - self._due()
-        return [a for _ in range(missing) for a in self._fill(self._free_slot())]
+        return [a for _ in range(self._missing()) for a in self._fill(self._free_slot())]
+
+    def _missing(self) -> int:
+        """Ranks that are neither there nor on their way."""
+        return self._target() - len(self._staying()) - self._due()
+
+    def _is_short(self) -> bool:
+        return self._missing() > 0
 
     def _target(self) -> int:
         """How many ranks there can be at present."""
@@ -165,8 +172,16 @@ class Roster:
         is_there = who.state is not MemberState.STARTING
         return Release(who.id) if is_there else Kill(who.id, "it is not needed any more")
 
-    def _in_epoch(self) -> list[Member]:
+    def inside(self) -> list[Member]:
+        """Those that are in the epoch, or have left it and wait for the next."""
         return [who for who in self.members.values() if who.state in INSIDE]
+
+    def _tell_to_leave(self, why: str, after: int = -1) -> list[Action]:
+        """Those that have not left the epoch yet; who is done may have to give its state."""
+        inside = [who for who in self.inside() if who.state is not MemberState.READY]
+        for who in inside:
+            who.state = MemberState.TRAINING
+        return [End(who.id, why, after) for who in inside]
 
     def _try_start(self) -> list[Action]:
         """Start the members that begin together, if enough hosts are there."""

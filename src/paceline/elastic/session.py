@@ -21,16 +21,18 @@ import torch.distributed as dist
 
 from paceline.elastic.client import CoordinatorClient
 from paceline.elastic.epoch_store import is_on_several_hosts, open_store
+from paceline.elastic.epoch_watch import watch_epoch
 from paceline.elastic.events import MembershipEvent
 from paceline.elastic.hosts.listening import listening_at
 from paceline.elastic.protocol import DIRECTORY
 from paceline.elastic.state import State
-from paceline.elastic.supervise import find_supervisor, leave_supervisor
+from paceline.elastic.supervised.supervise import find_supervisor, leave_supervisor
 from paceline.elastic.unblock import free_collectives
 from paceline.errors import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    ConfigurationError,
     MembershipError,
 )
 from paceline.hooks.round_scheduler import close_schedulers
@@ -53,7 +55,16 @@ LEAVE_S = 10.0
 
 _TOLD_TO_END = (
     "rank %d was told to end, and leaves after step %d%s. Launchers that end all ranks when one "
-    "dies (torchrun, mp.spawn with join) do that; with `paceline run --elastic` the others go on"
+    "dies (torchrun, mp.spawn with join) do that; with `paceline run --elastic`, or with `-m "
+    "paceline.elastic.stand_in` under torchrun, the others go on"
+)
+
+
+_ended_in: set[str] = set()  # directories of jobs that have ended well in this process
+_ONE_FUNCTION = (
+    "a function under @elastic.run has returned, and with it the elastic job has ended: paceline "
+    "run starts replacements for one such function. Do both parts in one, and let the state say "
+    "which is due"
 )
 
 
@@ -70,6 +81,8 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
 
     @functools.wraps(train)
     def wrapper(state: State, *args: P.args, **kwargs: P.kwargs) -> R:
+        if os.environ.get(DIRECTORY) in _ended_in:
+            raise ConfigurationError(_ONE_FUNCTION)
         is_supervised = DIRECTORY not in os.environ and find_supervisor()
         session = Session(state, is_supervised=is_supervised)
         if session.client is None:
@@ -80,6 +93,26 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
             session.close()
 
     return wrapper  # type: ignore[return-value]  # the name of the first argument
+
+
+def _check(state: State) -> None:
+    """Refuse what would go wrong later, when ranks change.
+
+    Raises:
+        ConfigurationError: Say so now.
+    """
+    for wrapper in state.wrappers:
+        if dist.get_world_size(wrapper.process_group) != dist.get_world_size():
+            raise ConfigurationError(
+                "a model of the state averages over a group that has not all ranks: elastic "
+                "training makes the default group anew, and no other. Leave process_group out"
+            )
+        if any(hasattr(each, "_in_backward_optimizers") for each in wrapper.module.parameters()):
+            raise ConfigurationError(
+                "parameters of the state step in the backward, bucket by bucket: if a rank dies in "
+                "the middle of that, the step can be neither completed nor undone. Take a step "
+                "after the backward"
+            )
 
 
 class Session:
@@ -99,7 +132,9 @@ class Session:
         """Train through all epochs; return what the function returns in the last."""
         client, state = self.client, self._state
         assert client is not None
+        _check(state)
         state.after_commit = self._check_regroup
+        watch_epoch(lambda: client.is_over)
         decision = client.join()
         while True:
             if decision["kind"] == "release":
@@ -110,6 +145,7 @@ class Session:
                 result = train()
                 self._tell()
                 if client.done(state.commits):
+                    _ended_in.add(os.environ[DIRECTORY])
                     return result
             except EpochOver:
                 pass
@@ -262,6 +298,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the job."""
+        watch_epoch(None)
         if self.client is not None:
             self.client.close()
         if self._is_supervised:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,19 @@ from paceline.elastic.checkpoint.saved_state import (
     load_checkpoint,
 )
 from paceline.elastic.checkpoint.writer import Save
+from paceline.elastic.data.batch_count import BatchCount
 from paceline.elastic.data.cursor import BatchCursor
 from paceline.elastic.data.micro_batch import MicroBatch, Pieces
 from paceline.elastic.events import MembershipEvent
 from paceline.elastic.kept import Kept, Stateful
-from paceline.elastic.random_state import from_plain, read_generators, to_plain, write_generators
-from paceline.elastic.transfer import copy_from
+from paceline.elastic.random_state import (
+    KeptGenerator,
+    from_plain,
+    read_generators,
+    to_plain,
+    write_generators,
+)
+from paceline.elastic.transfer import check_travels, copy_from
 from paceline.elastic.wrapper_state import Feedback, WrapperState
 from paceline.errors import CheckpointError, ConfigurationError
 from paceline.shards.loader import ShardLoader
@@ -47,8 +54,8 @@ class State:
     """Everything that training needs to go on: pass it to a function under ``@elastic.run``.
 
     Each keyword is a member: modules, optimizers, anything with ``state_dict`` and
-    ``load_state_dict`` (schedulers, scalers, :class:`DistributedSampler`), and plain values
-    (numbers, texts), which are attributes that may be assigned::
+    ``load_state_dict`` (schedulers, scalers, :class:`DistributedSampler`), generators of your own,
+    and plain values (numbers, texts), which are attributes that may be assigned::
 
         state = elastic.State(model=ddp, optimizer=opt, sampler=sampler, step=0)
         state.step += 1
@@ -91,8 +98,9 @@ class State:
             for number, each in enumerate(self._optimizers)
         ]
         self._wrapper_state = WrapperState(self.wrappers)
+        check_travels("what a communication hook remembers", self._wrapper_state.tree())
         self._kept = Kept(self._modules, self._optimizers, self._parts, self._wrapper_state)
-        self._seen_steps = _reduced_steps(self.wrappers)
+        self._batch_count = BatchCount(self.wrappers)
         self._kept.keep(self._values())
         self._weigh()
 
@@ -107,14 +115,17 @@ class State:
                 member.undoes_failed_steps = True
         elif isinstance(member, _VALUES):
             self._names.append(name)
+        elif isinstance(member, torch.Generator):
+            self._parts[name] = KeptGenerator(member)
         elif hasattr(member, "state_dict") and hasattr(member, "load_state_dict"):
+            check_travels(f"{name}={type(member).__name__}", member.state_dict())
             self._parts[name] = member
             if isinstance(member, (BatchCursor, ShardLoader)):
                 self._set_cursor(member)
         else:
             raise ConfigurationError(
                 f"{name}={type(member).__name__} cannot be kept: a state holds modules, "
-                "optimizers, objects with state_dict and load_state_dict, numbers and texts"
+                "optimizers, generators, numbers, texts, and what has a state_dict to load"
             )
         setattr(self, name, member)
 
@@ -138,16 +149,15 @@ class State:
         collective may stand between the optimizer's step and this call.
 
         Args:
-            batches: How many global batches of the sampler the step was made of, if gradients
-                were accumulated over several. Otherwise it is one for each reduction.
+            batches: How many global batches of the sampler the step was made of. By default one
+                for each reduction of the wrapped model; one if several models are wrapped, or none.
         """
         if isinstance(self.sampler, BatchCursor):
             self._pieces.check_complete(self.sampler)
         self.commits += 1
-        steps = _reduced_steps(self.wrappers)
         if self.sampler is not None:
-            self.sampler.advance(steps - self._seen_steps if batches is None else batches)
-        self._seen_steps = steps
+            self.sampler.advance(self._batch_count.take() if batches is None else batches)
+        self._batch_count.restart()
         self._stepped.clear()
         self._pieces.done = 0
         self._kept.keep(self._values())
@@ -202,7 +212,7 @@ class State:
         if self.is_clean:
             for name, value in self._kept.put_back().items():
                 setattr(self, name, value)
-        self._seen_steps = _reduced_steps(self.wrappers)
+        self._batch_count.restart()
 
     # --- checkpoints ------------------------------------------------------------------------------
     def save(self, path: str | os.PathLike[str], *, keep: int = 2, wait: bool = False) -> None:
@@ -300,11 +310,9 @@ class State:
 
     def count_from(self, step: int) -> None:
         """Number the next steps alike on all ranks, for those who read their records."""
-        for wrapper in self.wrappers:
-            if wrapper.reducer is not None:
-                runner = wrapper.reducer.runner
-                runner.counters.steps = runner._first_step = step
-        self._seen_steps = _reduced_steps(self.wrappers)
+        for reducer in filter(None, (wrapper.reducer for wrapper in self.wrappers)):
+            reducer.runner.counters.steps = reducer.runner._first_step = step
+        self._batch_count.restart()
 
     def copy_from(self, source: int, step: int) -> None:
         """Take the whole state of a rank; that rank gives it. Collective.
@@ -323,7 +331,7 @@ class State:
     def _after_copy(self) -> None:
         self._stepped.clear()
         self.is_whole = True
-        self._seen_steps = _reduced_steps(self.wrappers)
+        self._batch_count.restart()
         self._kept.look_again()
         self._kept.keep(self._values())
         self._weigh()
@@ -385,10 +393,6 @@ def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
         optimizer = optimizer.optim  # type: ignore[attr-defined]
     return optimizer
-
-
-def _reduced_steps(wrappers: Sequence[DistributedDataParallel]) -> int:
-    return sum(w.reducer.counters.steps for w in wrappers[:1] if w.reducer is not None)
 
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -14,13 +14,15 @@ before, it still holds its step. That costs the memory of the parameters once mo
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import StateTransferError
+from paceline.errors import ConfigurationError, StateTransferError
 from paceline.transport.messages import GroupMessages, broadcast_tensors
 
 CHUNK_BYTES = 64 << 20
@@ -104,6 +106,18 @@ def _check(theirs: list[Any], tensors: Sequence[torch.Tensor]) -> None:
 # --- the tree ------------------------------------------------------------------------------------
 
 
+def check_travels(what: str, tree: Any) -> None:
+    """Refuse a part of a state that could not be sent once ranks have died.
+
+    Raises:
+        ConfigurationError: It holds something that is neither a tensor nor plain.
+    """
+    try:
+        describe(tree, [])
+    except StateTransferError as error:
+        raise ConfigurationError(f"{what} cannot be kept: {error}") from None
+
+
 def describe(value: Any, found: list[torch.Tensor]) -> Any:
     """Return JSON for a value; its tensors are put into ``found``."""
     if isinstance(value, torch.Tensor):
@@ -122,11 +136,18 @@ def describe(value: Any, found: list[torch.Tensor]) -> Any:
         return {kind: [describe(each, found) for each in value]}
     if isinstance(value, dict):
         items = [[describe(k, found), describe(v, found)] for k, v in value.items()]
-        return {"dict": items}
+        return {"counter" if isinstance(value, Counter) else "dict": items}
+    if _is_numpy_number(value):
+        return describe(value.item(), found)
     raise StateTransferError(
         f"a {type(value).__name__} cannot be sent to another rank: a state is made of tensors, "
         "numbers, texts, lists, tuples and dicts"
     )
+
+
+def _is_numpy_number(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.number, numpy.bool_))
 
 
 def _is_json(value: Any) -> bool:
@@ -142,8 +163,9 @@ def rebuild(description: Any, tensors: Any) -> Any:
         return content
     if kind == "float":
         return float(content)
-    if kind == "dict":
-        return {rebuild(k, tensors): rebuild(v, tensors) for k, v in content}
+    if kind in ("dict", "counter"):
+        items = {rebuild(k, tensors): rebuild(v, tensors) for k, v in content}
+        return Counter(items) if kind == "counter" else items
     values = [rebuild(each, tensors) for each in content]
     return tuple(values) if kind == "tuple" else values
 
@@ -154,7 +176,7 @@ def make_tensors(description: Any) -> list[torch.Tensor]:
     if kind == "tensor":
         shape, dtype, device = content
         return [torch.empty(shape, dtype=_dtype(dtype), device=device)]
-    if kind == "dict":
+    if kind in ("dict", "counter"):
         return [t for k, v in content for part in (k, v) for t in make_tensors(part)]
     if kind in ("list", "tuple"):
         return [t for each in content for t in make_tensors(each)]

@@ -21,11 +21,19 @@ its piece the factor 0. Layers that look at the whole batch, such as BatchNorm, 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
 from paceline.errors import ConfigurationError
+
+logger = logging.getLogger("paceline.elastic")
+
+_NO_EPOCH = (
+    "all batches of epoch %d are committed, so this pass over the data has none: call set_epoch() "
+    "with the next number before each pass"
+)
 
 
 def share_of(size: int, rank: int, world: int) -> range:
@@ -57,9 +65,11 @@ class BatchCursor:
         self.micro_batch = micro_batch
         self.epoch = self.position = 0
         self.rank, self.world = _default_place()
+        self._is_told = True  # in which epoch the next pass is
 
     def set_epoch(self, epoch: int) -> None:
         """Begin another epoch; in the present one, go on where it stands."""
+        self._is_told = True
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
 
@@ -70,6 +80,12 @@ class BatchCursor:
     def advance(self, batches: int) -> None:
         """Commit so many global batches."""
         self.position += batches
+
+    def _check_pass(self, *, is_empty: bool) -> None:
+        """Say so if a pass over the data has nothing in it because nobody has begun an epoch."""
+        is_told, self._is_told = self._is_told, False
+        if is_empty and not is_told:
+            logger.warning(_NO_EPOCH, self.epoch)
 
     def next_size(self) -> int:
         """Samples in the global batch that is trained next."""

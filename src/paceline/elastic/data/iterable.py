@@ -92,9 +92,15 @@ class IterableCursor(BatchCursor):
         """Yield this rank's batches from the first global batch that is not committed."""
         self._batches.aim(self)
         self._set_size(self.global_batch)
+        is_empty = True
         for size, batch in self._loader:
+            if is_empty:
+                is_empty = False
+                self._check_pass(is_empty=False)
             self._set_size(size)
             yield batch
+        if is_empty:
+            self._check_pass(is_empty=self.position > 0)
 
     def _set_size(self, size: int) -> None:
         if size != self._size:

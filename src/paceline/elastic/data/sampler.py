@@ -83,6 +83,7 @@ class DistributedSampler(BatchCursor):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's indices of every global batch that is not committed."""
+        self._check_pass(is_empty=self.position >= self.batches)
         order = self._order()
         for index in range(self.position, self.batches):
             begin = index * self.global_batch

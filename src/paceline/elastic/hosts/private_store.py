@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline.elastic.epoch_watch import check_epoch
 from paceline.elastic.handshake import connect, read_key
 from paceline.elastic.hosts.key_store import MAX_BYTES, MAX_WAIT_S, pack, unpack
 from paceline.elastic.protocol import key_path, send, stores_path
@@ -64,14 +65,18 @@ class PrivateStore(dist.Store):  # type: ignore[name-defined,misc]
         return self._ask("compare_set", [key], first + second, split=len(first))[1]
 
     def check(self, keys: list[str]) -> bool:
-        """Say whether all are there."""
-        return bool(self._ask("check", keys)[0]["is"])
+        """Say whether all are there. Also who only looks, again and again, is woken."""
+        is_there = bool(self._ask("check", keys)[0]["is"])
+        if not is_there:
+            check_epoch()
+        return is_there
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait for all."""
         limit_s = (timeout or self.timeout).total_seconds()
         until_s = time.monotonic() + limit_s
         while not self._ask("wait", keys, limit_s=min(limit_s, MAX_WAIT_S))[0]["is"]:
+            check_epoch()
             if time.monotonic() >= until_s:
                 raise dist.DistStoreError(f"{keys} did not come for {limit_s:g} s")
 

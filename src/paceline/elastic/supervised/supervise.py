@@ -1,7 +1,7 @@
 """A rank's part in getting a supervisor, where ``paceline run --elastic`` has not started it.
 
 Called by :mod:`paceline.elastic.session` when ``train(state)`` is called. Collective over the group
-that the ranks have. What follows is written in :mod:`paceline.elastic.supervisor`.
+that the ranks have. What follows is written in :mod:`paceline.elastic.supervised.supervisor`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from paceline.elastic.handshake import read_key
 from paceline.elastic.protocol import DIRECTORY, MEMBER, key_path
+from paceline.elastic.supervised.outcome import tell_stand_in
 from paceline.errors import ConfigurationError
 from paceline.liveness.identity import describe_process
 from paceline.transport.exchange import gather_json
@@ -28,7 +29,7 @@ logger = logging.getLogger("paceline.elastic")
 
 _WHAT = "the beginning of elastic training"
 _START_S = 60.0
-_ROOT = str(Path(__file__).parents[2])
+_ROOT = str(Path(__file__).parents[3])
 _NOT_HERE = (
     "these ranks are on several hosts and were not started by `paceline run --elastic`: if one of "
     "them dies, the job ends. state.save() and state.load() keep what was done"
@@ -61,11 +62,13 @@ def find_supervisor() -> bool:
         raise ConfigurationError(f"elastic training cannot begin: {found['error']}")
     read_key(key_path(Path(found["directory"])))  # of this user, or of nobody whom we trust
     os.environ |= {DIRECTORY: found["directory"], MEMBER: str(rank)}
+    tell_stand_in(Path(found["directory"]))
     return True
 
 
 def leave_supervisor() -> None:
     """The next function under ``@elastic.run`` gets another."""
+    tell_stand_in(None)
     for name in (DIRECTORY, MEMBER):
         os.environ.pop(name, None)
 
@@ -76,7 +79,7 @@ def _start(ranks: list[Any]) -> dict[str, str]:
     try:
         order = {"ranks": [[each["pid"], each["started"]] for each in ranks]}
         answer = subprocess.run(
-            [sys.executable, "-m", "paceline.elastic.supervisor"],
+            [sys.executable, "-m", "paceline.elastic.supervised.supervisor"],
             input=json.dumps(order).encode() + b"\n",
             stdout=subprocess.PIPE,
             env=environ,

@@ -31,6 +31,9 @@ class Rank:
     must_commit: int = -1
     is_stuck: bool = False  # in a reduction of which a part will never come
     is_freed: bool = False  # it was told to leave that
+    holds: bool = False  # a whole state, the one of its step
+    is_copying: bool = False  # it waits for the state of its epoch's source
+    is_done: bool = False  # train(state) has returned, and it waits for what becomes of the job
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Job:
     committed: int = 0
     preempted: int = 0
     is_settling: bool = False
+    last_step: int | None = None  # with which train(state) returns, once that is known
 
     def do(self, actions: list[Action]) -> None:
         killed: list[int] = []
@@ -81,49 +85,93 @@ class Job:
         assert begins[0].step == self.committed, "a committed step is lost, or invented"
         source = self.ranks[begins[begins[0].source].member]
         assert source.step == begins[0].step
+        source.holds |= self.membership.epoch == 0
+        assert source.holds
         for begin in begins:
             rank = self.ranks[begin.member]
-            is_behind = rank.step != begin.step or rank.place is None
-            assert begin.is_first or begin.copies or not is_behind
-            rank.place, rank.step = begin, begin.step
-            rank.is_told = rank.is_left = rank.is_stuck = rank.is_freed = False
+            assert rank.is_left, "it has not left its epoch, and would miss this one"
+            rank.holds |= begin.is_first
+            is_behind = rank.step != begin.step or not rank.holds
+            assert begin.copies or not is_behind
+            rank.place, rank.is_copying = begin, is_behind
+            rank.is_told = rank.is_left = rank.is_stuck = rank.is_freed = rank.is_done = False
             rank.must_commit = -1
 
     def training(self) -> list[int]:
         return [m for m, r in self.ranks.items() if r.place is not None and not r.is_left]
 
+    def are_complete(self, inside: list[int]) -> bool:
+        """Whether these are all ranks of the present epoch: then a collective can succeed."""
+        places = [place for m in inside if (place := self.ranks[m].place) is not None]
+        return bool(places) and len(places) == places[0].world
+
+    def copy(self) -> None:
+        """The ranks of the epoch copy the state of its source, if all are there."""
+        inside = self.training()
+        if not self.are_complete(inside):
+            return
+        for member in inside:
+            rank = self.ranks[member]
+            if rank.is_copying and rank.place is not None:
+                rank.step, rank.holds, rank.is_copying = rank.place.step, True, False
+
     def step(self, who: int) -> None:
         """All that train reduce a step; only the first ``who`` of them get to commit it."""
+        self.copy()
         inside = self.training()
-        places = [self.ranks[m].place for m in inside]
-        if (
-            not inside
-            or len(inside) != places[0].world
-            or self.ranks[inside[0]].step != self.committed
-        ):
+        if not self.are_complete(inside) or self.committed == self.last_step:
             return
-        if any(self.ranks[m].step != self.committed for m in inside):
+        if any(self.ranks[m].step != self.committed or self.ranks[m].is_copying for m in inside):
             return
         for member in inside[: 1 + who % len(inside)]:
             self.ranks[member].step += 1
         self.committed += 1
 
+    def done(self, member: int) -> None:
+        """``train(state)`` returns: this was the last step."""
+        rank = self.ranks[member]
+        is_there = rank.step == self.committed and not rank.is_copying and not rank.is_stuck
+        is_last = self.last_step in (None, rank.step)
+        if member in self.training() and is_there and is_last and not rank.is_done:
+            self.last_step, rank.is_done = rank.step, True
+            self.do(self.membership.on_done(member, rank.step))
+
+    def finish(self) -> None:
+        """Bring the job to its end."""
+        for number in range(200):
+            if self.failed or self.membership.is_finished:
+                break
+            for member in self.training():
+                if member in self.ranks:
+                    self.done(member)
+            self.settle()
+            self.step(number)
+        assert self.failed or self.membership.is_finished, "it never ends"
+
     def catch_up(self, member: int) -> None:
         """A rank whose reductions were complete commits, too."""
         rank = self.ranks[member]
-        is_able = not rank.is_left and not rank.is_stuck
+        is_able = not rank.is_left and not rank.is_stuck and not rank.is_copying
         if rank.step < self.committed and is_able:  # who has left has said where it is
             rank.step += 1
 
     def leave(self, member: int) -> None:
         rank = self.ranks[member]
-        if rank.is_stuck and not rank.is_freed:
+        # Who waits in a collective, for a copy, or for the end of the job, does not look. The
+        # others look when they commit.
+        is_busy = rank.is_stuck or rank.is_copying or rank.is_done
+        is_at_commit = rank.place is not None and rank.step > rank.place.step
+        if (is_busy or not is_at_commit) and not rank.is_freed:
             return
         if rank.is_told and not rank.is_left and rank.place is not None:
-            while not rank.is_stuck and rank.step < min(rank.must_commit, self.committed):
+            can_step = not rank.is_stuck and not rank.is_copying
+            while can_step and rank.step < min(rank.must_commit, self.committed):
                 rank.step += 1
-            rank.is_left = True
-            self.do(self.membership.on_ready(member, rank.step, True))
+            rank.is_left, rank.is_done = True, False
+            step = rank.step if rank.holds else -1
+            if not rank.holds:
+                rank.place = None
+            self.do(self.membership.on_ready(member, step, True))
 
     def cut_short(self) -> None:
         """Whoever has not committed the present step never will."""
@@ -132,7 +180,8 @@ class Job:
 
     def die_in_step(self, member: int) -> None:
         """It dies before it has given the others all that they need for their step."""
-        self.cut_short()
+        if member in self.training():
+            self.cut_short()
         self.die(member)
 
     def lose_link(self, member: int) -> None:
@@ -157,9 +206,12 @@ class Job:
         self.report_death(member)
 
     def report_death(self, member: int) -> None:
-        # What only the dead had committed is done once more, from the same batch.
-        self.committed = max((r.step for r in self.ranks.values() if r.place), default=0)
+        self.count_again()
         self.do(self.membership.on_died(member, "test"))
+
+    def count_again(self) -> None:
+        """What only the dead had committed is done once more, from the same batch."""
+        self.committed = max((r.step for r in self.ranks.values() if r.holds), default=0)
 
     def settle(self) -> None:
         """Everybody does what it was told, until nothing happens any more."""
@@ -170,6 +222,7 @@ class Job:
     def _settle(self) -> None:
         for _ in range(50):
             before = repr((self.ranks, self.membership.epoch))
+            self.copy()
             for member in list(self.ranks):
                 if member in self.ranks:
                     self.join(member)
@@ -177,6 +230,8 @@ class Job:
                     self.leave(member)
             for member in self.training():
                 self.catch_up(member)
+            if any(rank.is_told and not rank.is_left for rank in self.ranks.values()):
+                self.step(7)
             if repr((self.ranks, self.membership.epoch)) != before:
                 continue
             due_s = self.membership.next_due_s()

@@ -1,8 +1,8 @@
 """Keeps an elastic job together whose ranks ``paceline run`` has not started: a process of its own.
 
-Started by the first rank (:mod:`paceline.elastic.supervise`). To ranks it is what a launcher
-is: an agent, with the coordinator in a thread, and the same protocol. But it has started no rank,
-and replaces none. All ranks are on this host. Must not import torch.
+Started by the first rank (:mod:`paceline.elastic.supervised.supervise`). To ranks it is what a
+launcher is: an agent, with the coordinator in a thread, and the same protocol. But it has started
+no rank, and replaces none. All ranks are on this host. Must not import torch.
 
 [Note: a supervisor's life]
 - **Who starts it**: rank 0, once all ranks have come to ``train(state)``. They tell each other
@@ -35,6 +35,7 @@ from paceline.elastic.hosts.agent import Agent, AgentPlan
 from paceline.elastic.members import ElasticPolicy, MemberState
 from paceline.elastic.protocol import coordinator_path
 from paceline.elastic.stuck import StuckWatch, Watched, where_it_is
+from paceline.elastic.supervised.outcome import OutcomeFile
 from paceline.launch.kernel import set_process_name
 from paceline.observe.run_folder import RUN_DIR, RunFolder
 from paceline.processes import open_pidfd
@@ -61,6 +62,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._processes = ranks
         self._agent = Agent(AgentPlan(0, 1, len(ranks)), self, self._selector)
+        self._outcome = OutcomeFile(self._agent.directory)
         policy = ElasticPolicy(len(ranks), replaces=False)
         path = coordinator_path(self._agent.directory)
         self._coordinator = Coordinator(CoordinatorOrder(policy, self._agent.key, path))
@@ -172,6 +174,7 @@ class Supervisor:
 
     def close(self) -> None:
         """Remove what there is of it."""
+        self._outcome.close(is_well=self._agent.outcome == "")
         self._agent.close()
         self._thread.join(_WAIT_S)
         self._selector.close()

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch.multiprocessing as mp
 
-from paceline.elastic.supervisor import STUCK_AFTER
+from paceline.elastic.supervised.supervisor import STUCK_AFTER
 from paceline.launch.fork_server import shared_fork_server
 from paceline.launch.script import read_raised, run_rank
 from paceline.launch.target import Target, TargetKind
@@ -92,6 +92,7 @@ def wait_gone(tmp_path: Path) -> None:
 
 
 KILLED = -signal.SIGKILL
+STAND_IN = ("-m", "paceline.elastic.stand_in")
 
 
 @pytest.mark.slow
@@ -184,12 +185,14 @@ def test_under_mp_spawn_without_join(tmp_path: Path) -> None:
     check(Ended(0, out, RunFolder(tmp_path)), faults=1, world=2)
 
 
-def run_torchrun(tmp_path: Path, **order: Any) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def run_torchrun(
+    tmp_path: Path, *words: str, ranks: int = 2, **order: Any
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     out = tmp_path / "out"
     out.mkdir()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*words, str(SCRIPT), str(out), json.dumps(order)],
+        [*torchrun, f"--nproc-per-node={ranks}", *words, str(SCRIPT), str(out), json.dumps(order)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary(tmp_path))},
         capture_output=True,
         text=True,
@@ -218,3 +221,17 @@ class TestTorchrun:
         steps = sorted(path.name for path in (out / "checkpoints").iterdir())
         assert int(found[1]) > 12
         assert steps[-1].endswith(found[1]), steps
+
+    def test_survivors_go_on_where_ranks_have_stand_ins(self, tmp_path: Path) -> None:
+        faults = [("kill", "bucket", 5, 0), ("exit", "forward", 12, 1)]
+        out, done = run_torchrun(tmp_path, *STAND_IN, ranks=3, steps=20, faults=faults)
+        assert done.returncode == 0, done.stderr
+        check(Ended(0, out, RunFolder(tmp_path)), faults=2, world=1)
+        assert "was told to end" not in done.stderr
+
+    def test_if_none_survives_torchrun_hears_of_it(self, tmp_path: Path) -> None:
+        faults = [("kill", "bucket", 5, 0), ("kill", "forward", 8, 0)]
+        _, done = run_torchrun(tmp_path, *STAND_IN, steps=20, faults=faults)
+        assert done.returncode == 1
+        assert "the other ranks have failed, too" in done.stderr
+        assert "Signal 9 (SIGKILL)" in done.stderr

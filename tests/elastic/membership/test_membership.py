@@ -12,15 +12,14 @@ from paceline.elastic.members import (
     Kill,
     Release,
 )
-from tests.elastic.simulated_job import make_job
+from tests.elastic.membership.simulated_job import make_job
 from tests.examples import examples
 
 IN_STEP = ("die_in_step", "lose_link")
+PLAIN = ("die", "join", "leave", "catch_up", "preempt")
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(
-            [*IN_STEP, "step", "die", "join", "leave", "catch_up", "scale", "tick", "preempt"]
-        ),
+        st.sampled_from([*IN_STEP, *PLAIN, "done", "step", "scale", "tick"]),
         st.integers(0, 7),
     ),
     max_size=60,
@@ -39,7 +38,7 @@ def test_no_committed_step_is_lost(
     members = sorted(job.ranks)
     for what, number in events:
         members = sorted(job.ranks)
-        if job.failed or not members:
+        if job.failed or job.membership.is_finished or not members:
             break
         member = members[number % len(members)]
         if what == "step":
@@ -48,14 +47,14 @@ def test_no_committed_step_is_lost(
             job.do(job.membership.on_scale(1 + number % 5))
         elif what == "tick":
             job.do(job.membership.on_tick(job.membership.now_s + number))
-        elif what == "preempt":
-            job.preempt(member)
         else:
             getattr(job, what)(member)
     if not job.failed:
         job.settle()
     if job.failed:
         assert "nobody holds the state" in job.failed
+    elif job.last_step is not None:
+        job.finish()
     elif members:
         wanted = job.membership.policy.ranks
         least = max(1, wanted - job.preempted)
@@ -182,28 +181,6 @@ def test_scaling(ranks: int) -> None:
     job.settle()
     assert len(job.training()) == ranks
     assert len(job.released) == max(0, 3 - ranks)
-
-
-def test_the_end() -> None:
-    job = make_job(3)
-    job.settle()
-    for member in list(job.ranks):
-        assert not job.membership.is_finished
-        job.do(job.membership.on_done(member, 7))
-    assert job.membership.is_finished
-    assert len(job.released) == 3
-
-
-def test_one_that_is_done_gives_its_state_to_those_that_are_not() -> None:
-    job = make_job(3)
-    job.settle()
-    job.step(0)  # member 0 has committed the last step
-    job.do(job.membership.on_done(0, job.ranks[0].step))
-    job.die(2)
-    assert job.ranks[0].is_told
-    job.leave(0)
-    job.leave(1)
-    assert job.membership.epoch == 1
 
 
 def test_a_step_that_can_be_neither_completed_nor_undone_ends_the_job() -> None:
@@ -350,12 +327,12 @@ def test_without_replacements_nobody_is_started_and_no_step_is_lost(
         member = members[number % len(members)]
         if what == "step":
             job.step(number)
-        elif what == "preempt":
-            job.do(job.membership.on_leave(member))
-        elif what in ("die", "leave", "catch_up"):
+        elif what in ("die", "leave", "catch_up", "preempt", "done"):
             getattr(job, what)(member)
     if not job.failed:
         job.settle()
+    if not job.failed and job.last_step is not None:
+        job.finish()
     assert max(job.ranks, default=0) < ranks
     assert not job.failed or "nobody holds the state" in job.failed
     assert all(job.ranks[m].step == job.committed for m in job.training())

@@ -1,0 +1,1 @@
+"""Elastic jobs whose ranks something else than ``paceline run`` has started."""
