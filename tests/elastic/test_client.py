@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 
 import pytest
 
 from paceline.elastic.client import CoordinatorClient
-from paceline.elastic.protocol import receive, send
+from paceline.elastic.door import listen_at
+from paceline.elastic.handshake import KEY_BYTES, admit, store_key
+from paceline.elastic.protocol import DIRECTORY, MEMBER, key_path, receive, send, socket_path
 from paceline.errors import MembershipError
 
 HANG_S = 60.0
@@ -79,3 +83,43 @@ def test_an_epoch_that_ends_before_the_rank_has_woken_up(word: str) -> None:
     assert client.wait_over(HANG_S) if word == "end" else client.is_regrouping
     client.close()
     ours.close()
+
+
+class TestLauncher:
+    """What a rank makes of a launcher that does not answer."""
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv(DIRECTORY, str(tmp_path))
+        monkeypatch.setenv(MEMBER, "0")
+        store_key(key_path(tmp_path), b"k" * KEY_BYTES)
+        return tmp_path
+
+    def connect(self) -> CoordinatorClient | None:
+        return CoordinatorClient.from_environment(lambda: 0, lambda: None)
+
+    def test_it_is_waited_for(self, directory: Path) -> None:
+        """It is so busy that it hangs up once."""
+        clients: list[CoordinatorClient | None] = []
+        with listen_at(socket_path(directory)) as listener:
+            rank = threading.Thread(target=lambda: clients.append(self.connect()))
+            rank.start()
+            listener.accept()[0].close()
+            with Connection(listener.accept()[0].detach()) as pipe:
+                admit(pipe, b"k" * KEY_BYTES)
+                assert receive(pipe) == {"kind": "hello", "member": 0, "pid": os.getpid()}
+                rank.join(HANG_S)
+        assert clients[0] is not None
+        clients[0].close()
+
+    def test_it_has_ended(self, directory: Path) -> None:
+        listen_at(socket_path(directory)).close()
+        with pytest.raises(MembershipError, match="the launcher is gone"):
+            self.connect()
+
+    def test_its_directory_is_removed(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(DIRECTORY, str(directory / "gone"))
+        with pytest.raises(MembershipError, match="the launcher is gone"):
+            self.connect()

@@ -228,6 +228,7 @@ class Coordinator:
         except (EOFError, OSError, MembershipError):
             session.hang_up()  # it may come back, until its lease is over
             return
+        session.outlives_rival = True
         if is_new:
             self._hear(session, message)
 
