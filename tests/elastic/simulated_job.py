@@ -53,6 +53,7 @@ class Job:
             match action:
                 case Fork():
                     assert action.member not in self.ranks
+                    assert action.slot not in {rank.slot for rank in self.ranks.values()}
                     self.ranks[action.member] = Rank(action.slot, action.host)
                 case Kill():
                     is_slow = "did not leave its step" in action.why
@@ -132,7 +133,8 @@ class Job:
 
     def die_in_step(self, member: int) -> None:
         """It dies before it has given the others all that they need for their step."""
-        self.cut_short()
+        if member in self.training():
+            self.cut_short()
         self.die(member)
 
     def lose_link(self, member: int) -> None:

@@ -28,11 +28,24 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=examples(400))
-@given(st.integers(1, 5), st.sampled_from([0.0, 5.0]), st.integers(0, 2), st.booleans(), EVENTS)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 5.0]),
+    st.integers(0, 2),
+    st.booleans(),
+    EVENTS,
+)
 def test_no_committed_step_is_lost(
-    ranks: int, hold_s: float, spares: int, begins_alone: bool, events: list[tuple[str, int]]
+    ranks: int,
+    minimum: int,
+    hold_s: float,
+    spares: int,
+    begins_alone: bool,
+    events: list[tuple[str, int]],
 ) -> None:
     options = {"hold_s": hold_s, "spares": spares, "begins_alone": begins_alone}
+    options["minimum"] = least_ranks = min(minimum, ranks)
     job = make_job(ranks, early_deaths=1000, **options)
     job.settle()
     assert job.membership.epoch == 0
@@ -45,7 +58,7 @@ def test_no_committed_step_is_lost(
         if what == "step":
             job.step(number)
         elif what == "scale":
-            job.do(job.membership.on_scale(1 + number % 5))
+            job.do(job.membership.on_scale(max(least_ranks, 1 + number % 5)))
         elif what == "tick":
             job.do(job.membership.on_tick(job.membership.now_s + number))
         elif what == "preempt":
@@ -59,7 +72,7 @@ def test_no_committed_step_is_lost(
     elif members:
         wanted = job.membership.policy.ranks
         least = max(1, wanted - job.preempted)
-        assert least <= len(job.training()) <= wanted
+        assert max(least, least_ranks) <= len(job.training()) <= wanted
         assert len(job.ranks) == len(job.training()) + spares
         assert all(job.ranks[m].step == job.committed for m in job.training())
 
@@ -250,6 +263,34 @@ def test_who_leaves_is_replaced_if_too_few_would_be_left() -> None:
     assert job.released == {1}
 
 
+def test_who_leaves_trains_on_until_enough_others_have_come() -> None:
+    """Nobody waits for the replacements."""
+    job = make_job(3, minimum=3)
+    job.settle()
+    for member in (1, 2):
+        job.preempt(member)
+    first, second = (member for member in job.ranks if job.ranks[member].place is None)
+    for number, member in enumerate((first, second)):
+        assert not any(rank.is_told for rank in job.ranks.values())
+        job.step(2)
+        assert job.committed == 1 + number
+        job.join(member)
+    assert all(job.ranks[member].is_told for member in range(3))
+    job.settle()
+    assert sorted(job.training()) == [0, first, second]
+    assert job.released == {1, 2}
+
+
+def test_who_leaves_and_dies_before_its_replacement_has_come() -> None:
+    job = make_job(2, minimum=2)
+    job.settle()
+    job.preempt(1)
+    new = next(member for member in job.ranks if job.ranks[member].place is None)
+    job.die(1)
+    job.settle()
+    assert sorted(job.training()) == [0, new]
+
+
 @pytest.mark.parametrize("how", ["die", "lose_link"])
 def test_a_death_while_others_complete_a_step_frees_them(how: str) -> None:
     """They were asked to leave after a step, and the first has; without it they cannot."""
@@ -330,6 +371,7 @@ def test_who_has_not_copied_the_state_yet_holds_nothing() -> None:
     joiner = next(m for m, r in job.ranks.items() if r.slot == 1)
     job.join(joiner)
     assert job.training() == [0, joiner]
+    job.ranks.pop(0)
     job.do(job.membership.on_died(0, "rank 0 died"))
     job.do(job.membership.on_ready(joiner, -1, True))
     job.do(job.membership.on_tick(1000.0))
@@ -373,6 +415,26 @@ def test_without_replacements_the_last_that_leave_name_one_that_saves() -> None:
     assert {a.member: a.saves for a in released if isinstance(a, Release)} == {
         ahead: True, **dict.fromkeys(behind, False)}  # fmt: skip
     assert job.membership.is_finished
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_when_the_job_is_told_to_end_all_leave_and_one_saves(spares: int) -> None:
+    job = make_job(3, minimum=2, hold_s=1000.0, spares=spares)
+    job.settle()
+    job.step(0)  # member 0 has committed it
+    job.die(2)
+    job.do(job.membership.on_host_leaving(None))
+    assert [m for m, rank in job.ranks.items() if rank.place is None] == []
+    actions = [a for m in (1, 0) for a in job.membership.on_ready(m, job.ranks[m].step, True)]
+    assert job.membership.is_finished
+    assert [a for a in actions if isinstance(a, Release)] == [Release(0, saves=True), Release(1)]
+    assert job.membership.now_s == 0.0
+
+
+def test_a_job_that_is_told_to_end_before_its_first_step() -> None:
+    job = make_job(2)
+    job.do(job.membership.on_host_leaving(None))
+    assert job.failed == "the job was told to end"
 
 
 def test_without_replacements_a_death_before_the_first_step_ends_the_job() -> None:

@@ -134,6 +134,10 @@ class CoordinatorClient:
         self._say("broken", why=why)
         return self.wait_over(ANSWER_S)
 
+    def missing(self, epoch: int, ranks: list[int]) -> None:
+        """Say who has not come to the store of the new epoch, after a long wait."""
+        self._say("missing", epoch=epoch, ranks=ranks)
+
     def done(self, step: int) -> bool:
         """Say that training is complete; return whether that holds for the job."""
         self._say("done", step=step)

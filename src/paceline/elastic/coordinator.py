@@ -74,9 +74,11 @@ class Coordinator:
         self._hosts = HostSessions()
         self._reports: dict[int, HostReport] = {}
         self._where: dict[int, int] = {}  # the host of each member whose process has not ended
+        self._places: dict[int, int] = {}  # the member that has each rank of the present epoch
         self._is_gathering = True
         self._early: list[tuple[HostSession, dict[str, Any]]] = []  # heard while gathering
         self._why = ""  # the last epoch ended
+        self._told_to_end = ""  # why, if the first host is
         self._is_over = False
         self._over_s = 0.0
         self._still = StillRanks()
@@ -266,6 +268,9 @@ class Coordinator:
             self._do(self._hear_member(int(message["member"]), message["message"]))
         elif kind == "exited":
             self._on_exit(int(message["member"]), str(message["why"]), bool(message["is_quiet"]))
+        elif kind == "leaving" and session.host == FIRST_HOST:  # the coordinator ends with it
+            self._told_to_end = str(message["why"])
+            self._do(membership.on_host_leaving(None))
         elif kind == "leaving":
             self._do(membership.on_host_leaving(session.host))
         elif kind == "still":
@@ -297,6 +302,10 @@ class Coordinator:
         if kind == "entered":
             self._hosts.tell_all("epoch", event=message["event"])
             return []
+        if kind == "missing":
+            is_now = int(message["epoch"]) == membership.epoch
+            late = [self._places.get(int(rank), -1) for rank in message["ranks"] if is_now]
+            return [Kill(m, "others waited for it to begin their epoch") for m in late if m >= 0]
         return [Kill(member, f"it said something that makes no sense: {kind!r}")]
 
     def _on_exit(self, member: int, why: str, is_quiet: bool) -> None:
@@ -325,6 +334,8 @@ class Coordinator:
     def _do(self, actions: list[Action]) -> None:
         begins = [action for action in actions if isinstance(action, Begin)]
         hosts = sorted({self._where[action.member] for action in begins})
+        if begins:
+            self._places = {action.rank: action.member for action in begins}
         for action in actions:
             if isinstance(action, Begin):
                 facts = {"hosts": hosts, "why": self._why}
@@ -332,7 +343,7 @@ class Coordinator:
             else:
                 self._carry_out(action)
         if self._membership.is_finished and self.outcome is None:
-            self._end("")
+            self._end(self._told_to_end)
 
     def _carry_out(self, action: Action) -> None:
         match action:

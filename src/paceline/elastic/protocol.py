@@ -11,6 +11,7 @@ proved that they know the job's key (:mod:`paceline.elastic.handshake`). JSON, n
                                      done       train(state) has returned: step
                                      leave      it was told to end: it leaves after its step
                                      broken     a collective failed, and it heard of no death: why
+                                     missing    ranks that do not come to the new epoch's store
                                      pong       its interpreter runs
     launcher       -> rank           begin      its place in the next epoch: the fields of Begin
                                      end        its epoch is over: why, and after which step
@@ -29,8 +30,8 @@ proved that they know the job's key (:mod:`paceline.elastic.handshake`). JSON, n
                                      exited     a rank's process has ended, and why
                                      still      ranks that have not moved for long, and where
                                      scale      what somebody asks for
-                                     leaving    this host is told to end
-                                     stop       the job is told to end
+                                     leaving    this host is told to end: ranks leave after a step
+                                     stop       the job is told to end at once
                                      store      at which port of the first host the stores are
                                      finished   the job is over, and nothing runs here any more
     coordinator    -> launcher       welcome    whether it goes on where the connection broke

@@ -47,6 +47,9 @@ CONNECT_S = 3.0
 gloo cannot be woken while it waits for the connection of a rank that has died meanwhile.
 """
 
+MEET_S = 30.0
+"""Who has not come to the store for so long, after others have, is stuck and counts as dead."""
+
 LEAVE_S = 10.0
 """So long may collectives take to end, once their connections are cut."""
 
@@ -90,7 +93,7 @@ class Session:
         self._state = state
         self._pids: list[int] = []
         self._listens: set[str] = set()
-        self._rank = self._failures = 0
+        self._rank = self._epoch = self._failures = 0
         self._entered_s: float | None = None  # until the change of membership is told
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
         self.client = CoordinatorClient.from_environment(lambda: state.commits, self._free)
@@ -125,6 +128,8 @@ class Session:
         if self._is_supervised:
             saved = f", which is saved in {where}" if where else ""
             logger.warning(_TOLD_TO_END, self._rank, state.commits, saved)
+        elif where:
+            logger.warning("rank %d has saved step %d in %s", self._rank, state.commits, where)
         else:
             logger.info("this rank leaves the job")
 
@@ -161,7 +166,7 @@ class Session:
         """Take a place in an epoch: rebuild the group, copy the state."""
         state = self._state
         rank, world, epoch = decision["rank"], decision["world"], decision["epoch"]
-        self._rank = rank
+        self._rank, self._epoch = rank, epoch
         self._pids = [pid for pid in decision["pids"] if pid != os.getpid()]
         began_s = time.monotonic()
         if not decision["is_first"]:
@@ -243,9 +248,14 @@ class Session:
         assert self.client is not None
         store.set(f"{what}/{rank}", text)
         keys = [f"{what}/{each}" for each in range(world)]
+        late_s = time.monotonic() + MEET_S
         while not store.check(keys):
             if self.client.is_over:
                 raise ConnectionError("a rank died before the new group was made")
+            if time.monotonic() >= late_s:
+                late_s = time.monotonic() + MEET_S
+                late = [each for each in range(world) if not store.check([keys[each]])]
+                self.client.missing(self._epoch, late)
             time.sleep(0.01 if is_on_several_hosts() else 0.001)
 
     # --- called by others -------------------------------------------------------------------------
