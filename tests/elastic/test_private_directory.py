@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
 import socket
 import stat
 import tempfile
 from dataclasses import replace
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from paceline.elastic.hosts import private_directory
+from paceline.elastic.hosts.agent import Agent, AgentPlan, Launcher
 from paceline.elastic.hosts.private_directory import PrivateDirectory, remove_left
 from paceline.elastic.hosts.tunnel import StoreOrder, run_store
-from paceline.elastic.protocol import coordinator_path
+from paceline.elastic.member_process import use_private_folder
+from paceline.elastic.protocol import DIRECTORY, MEMBER, coordinator_path
 from paceline.launch.fork_server import shared_fork_server
 from paceline.launch.wire import EndPolicy
 from tests.children import child_process
@@ -84,6 +89,25 @@ def test_no_other_directory_is_removed(tmp_path: Path) -> None:
     (tmp_path / "owner").touch()
     remove_left(tmp_path)
     assert tmp_path.exists()
+
+
+def temporary_folder_of(pipe: Connection, environ: dict[str, str]) -> None:
+    use_private_folder(environ)
+    pipe.send(util.get_temp_dir())
+
+
+def test_what_multiprocessing_keeps_for_a_member_is_gone_with_its_process() -> None:
+    """It would be left in the temporary folder: one for each rank that is killed."""
+    with selectors.DefaultSelector() as selector:
+        agent = Agent(AgentPlan(0, 1, 1), mock.Mock(Launcher), selector)
+        environ = {DIRECTORY: str(agent.directory), MEMBER: "3"}
+        with child_process(temporary_folder_of, environ) as member:
+            made = Path(member.pipe.recv())
+        assert made.parent == agent.directory
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+        agent.on_exit(3, "it was killed", is_quiet=False)
+        assert not made.exists()
+        agent.close()
 
 
 def test_one_that_is_being_made_is_left_alone(tmp_path: Path) -> None:

@@ -107,6 +107,11 @@ def store_path(directory: Path, name: str) -> Path:
     return directory / name
 
 
+def temporary_path(directory: Path, member: int) -> Path:
+    """Where Python's multiprocessing puts the sockets of a member: gone with its process."""
+    return directory / f"member-{member}"
+
+
 def stores_path(directory: Path) -> str:
     """Where the ranks of several hosts reach their stores."""
     return str(directory / "stores")
