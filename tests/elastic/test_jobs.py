@@ -25,7 +25,7 @@ def test_undisturbed(tmp_path: Path) -> None:
     "point", ["bucket", pytest.param("between", marks=pytest.mark.slow)]
 )  # all: test_fault_matrix.py
 def test_a_killed_rank_comes_back(tmp_path: Path, point: str) -> None:
-    ended = run_job(tmp_path, faults=[("kill", point, 5, 1)], hold_s=60.0)
+    ended = run_job(tmp_path, faults=[("kill", point, 5, 0)], hold_s=60.0)
     check(ended, faults=1, world=3)
     last = ended.events()[-1]
     assert "killed by SIGKILL" in last["why"]

@@ -44,4 +44,4 @@ def test_only_an_attempt_that_was_too_short_makes_the_next_one_longer(
     for _ in range(5):
         with pytest.raises(ConnectionError, match="could not be made: a rank has died"):
             rank._connect(None, 0, 2)
-    assert [limit.total_seconds() for limit in limits] == [3.0, 3.0, 3.0, 6.0, 12.0]
+    assert [limit.total_seconds() for limit in limits] == [3.0, 3.0, 3.0, 12.0, 48.0]
