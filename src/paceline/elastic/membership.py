@@ -94,10 +94,9 @@ class Membership(Roster):
         leaving = [who.id for who in self.members.values() if host in (None, who.host)]
         if self.epoch < 0 and host is None:
             return self._fail("the job was told to end")
-        if self.epoch < 0:
+        if self.epoch < 0 and host is not None:
             return self.on_host_lost(host, f"host {host} was told to end") if leaving else []
-        gone = [host] if host is not None else [*self.hosts.known]
-        for number in gone:
+        for number in [host] if host is not None else [*self.hosts.known]:
             del self.hosts.known[number]
         self._count_ranks()
         return [a for m in leaving if m in self.members for a in self.on_leave(m)]

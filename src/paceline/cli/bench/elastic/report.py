@@ -166,16 +166,17 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     figure, grid = pyplot.subplots(
         len(results), 1, figsize=size, squeeze=False, sharex=True, sharey=True
     )
-    for panel, each in zip(grid.flat, results, strict=True):
-        draw_contender(panel, each)
+    ends_s = [draw_contender(panel, each) for panel, each in zip(grid.flat, results, strict=True)]
+    grid.flat[0].set_xlim(0.0, max(ends_s) or 1.0)  # of all, as they share it
+    grid.flat[0].set_ylim(bottom=0.0)
     grid.flat[-1].set_xlabel(
         "seconds since the first step; red: from a SIGKILL to the next step", fontsize=8
     )
     plot.save(figure, path, "Samples per second while ranks are killed")
 
 
-def draw_contender(panel: Any, result: Result) -> None:
-    """One contender's panel; if there is nothing to draw, why."""
+def draw_contender(panel: Any, result: Result) -> float:
+    """One contender's panel; if there is nothing to draw, why. Returns the seconds it shows."""
     panel.set_title(headline(result), fontsize=9, loc="left")
     panel.set_ylabel("samples/s", fontsize=8)
     panel.tick_params(labelsize=8)
@@ -183,8 +184,10 @@ def draw_contender(panel: Any, result: Result) -> None:
         panel.spines[side].set_visible(False)
     speeds = samples_per_s(result.notes, BATCH, BIN_S)
     if not speeds:
-        return
+        return 0.0
     began_s = speeds[0][0]
+    end_s = speeds[-1][0] + BIN_S - began_s
+    speeds = [*speeds, (began_s + end_s, 0.0)]
     times = [at_s - began_s for at_s, _ in speeds]
     color = plot.WINNER if result.contender in TARGETS else plot.OTHER
     panel.fill_between(times, [speed for _, speed in speeds], step="post", color=color, alpha=0.8)
@@ -192,8 +195,8 @@ def draw_contender(panel: Any, result: Result) -> None:
         at_s = kill.at_s - began_s
         panel.axvspan(at_s, at_s + kill.next_step_s, color=KILLED, alpha=0.25, linewidth=0)
         panel.axvline(at_s, color=KILLED, linewidth=0.9)
-    panel.set_xlim(left=0.0)
-    panel.set_ylim(bottom=0.0)
+        end_s = max(end_s, at_s + kill.next_step_s)
+    return end_s
 
 
 def headline(result: Result) -> str:
