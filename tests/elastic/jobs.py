@@ -93,6 +93,7 @@ def run_job(
     backend: str = "gloo",
     on_wait: Callable[[JobOnSharedServer], None] | None = None,
     options: dict[str, Any] | None = None,
+    shutdown_s: float = 3.0,
     **policy: Any,
 ) -> Ended:
     """Train ``script.py`` as an elastic job; returns when it is over.
@@ -101,6 +102,7 @@ def run_job(
         pause_s: After each step: others come and go meanwhile.
         hurries: Whether there need be no more pauses, by the numbers of ranks so far.
         options: For the script; everything that is not named here is for the policy.
+        shutdown_s: From SIGTERM to SIGKILL.
     """
     out = tmp_path / "out"
     out.mkdir()
@@ -113,6 +115,7 @@ def run_job(
         "test",
         options={"OMP_NUM_THREADS": "1"},
         shown=frozenset(),
+        shutdown_s=shutdown_s,
     )
     elastic = ElasticPlan(ElasticPolicy(ranks, **policy), 8, stuck_after_s, lease_s)
     with Screen() as screen:

@@ -204,6 +204,7 @@ def average(_: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 torch.set_num_threads(1)
+session.MEET_S = PLAN.get("meet_s", session.MEET_S)
 (OUT / f"pid-{os.getpid()}").touch()
 dist.init_process_group(PLAN.get("backend", "gloo"))
 fault("construction", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +18,9 @@ from paceline.elastic.hosts import keeper as keeper_module
 from paceline.elastic.hosts.agent import Agent, AgentPlan
 from paceline.elastic.hosts.keeper import CoordinatorKeeper
 from paceline.elastic.hosts.takeover import HostReport
-from paceline.elastic.keyed_listener import MAX_HEARD
 from paceline.elastic.members import ElasticPolicy
 from paceline.elastic.protocol import key_path, receive, send, socket_path
-from paceline.errors import ConfigurationError, MembershipError
+from paceline.errors import MembershipError
 from paceline.launch.fork_server import shared_fork_server
 from tests.system import free_port
 
@@ -71,54 +69,6 @@ def hear(pipe: Connection, kind: str) -> dict[str, Any]:
             return message
 
 
-class TestStrangers:
-    """Whatever they do at the port, two launchers meet, and the job begins."""
-
-    def meet(self, running: Running) -> None:
-        with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
-            assert say_hello(one, 0, "a")["kind"] == "welcome"
-            assert say_hello(other, 1, "b")["kind"] == "welcome"
-            assert hear(one, "fork")["slot"] == 0
-            assert hear(other, "fork")["slot"] == 1
-
-    def test_wrong_key(self, running: Running) -> None:
-        with pytest.raises((EOFError, OSError)):
-            connect(running.address, b"a wrong key")
-        self.meet(running)
-
-    @pytest.mark.parametrize(
-        "data",
-        [
-            b"\xff" * 64,
-            b"\x00\x00\x00\x40",
-            b"\x7f\xff\xff\xff" + b"x" * 100_000,
-            b"GET / HTTP/1.1",
-        ],
-        ids=["garbage", "half", "too large", "http"],
-    )
-    def test_noise(self, running: Running, data: bytes) -> None:
-        with socket.create_connection(running.address) as loud:
-            loud.sendall(data)
-            self.meet(running)
-
-    def test_silent_and_many(self, running: Running) -> None:
-        silent = [socket.create_connection(running.address) for _ in range(2 * MAX_HEARD)]
-        try:
-            self.meet(running)
-            assert len(running.coordinator._listeners[1]._heard) <= MAX_HEARD
-        finally:
-            for each in silent:
-                each.close()
-
-    def test_who_repeats_what_it_heard(self, running: Running) -> None:
-        """The proof of one connection is worth nothing in another, nor is the other end's."""
-        with socket.create_connection(running.address) as first:
-            challenge = first.recv(4 + 32)
-            first.sendall((64).to_bytes(4, "big") + challenge[4:] + challenge[4:])
-            assert first.recv(100) == b""
-        self.meet(running)
-
-
 def test_who_knows_the_key_and_makes_no_sense_is_refused(running: Running) -> None:
     with connect(running.address, KEY) as pipe:
         assert say_hello(pipe, host=7)["kind"] == "refused"
@@ -127,9 +77,25 @@ def test_who_knows_the_key_and_makes_no_sense_is_refused(running: Running) -> No
     with connect(running.address, KEY) as pipe:
         send(pipe, "dance")
         assert receive(pipe)["kind"] == "refused"
-    with connect(running.address, KEY) as one, connect(running.address, KEY) as other:
-        assert say_hello(one)["kind"] == "welcome"
-        assert "two hosts have --node-rank 0" in say_hello(other, launcher="b")["why"]
+
+
+def test_a_launcher_that_is_started_again_while_its_old_connection_is_there(
+    running: Running,
+) -> None:
+    """A host that loses its power does not hang up; one that goes on to talk is a second one."""
+    with connect(running.address, KEY) as one:
+        assert say_hello(one, 1)["kind"] == "welcome"
+        for _ in range(2):
+            with connect(running.address, KEY) as other:
+                answer = say_hello(other, 1, launcher="b")
+            assert (answer["kind"], answer["is_final"]) == ("refused", False)
+            assert "its lease from before is not over" in answer["why"]
+        send(one, "alive", beat=1)
+        assert hear(one, "granted")["beat"] == 1
+        with connect(running.address, KEY) as other:
+            answer = say_hello(other, 1, launcher="b")
+        assert answer["is_final"]
+        assert "two hosts have --node-rank 1" in answer["why"]
 
 
 def test_what_was_not_heard_is_said_again(running: Running) -> None:
@@ -337,24 +303,3 @@ def test_the_agents_socket(tmp_path: Path) -> None:
     finally:
         mine.close()
     assert not directory.exists()
-
-
-class TestKeyFile:
-    def test_others_can_read_it(self, tmp_path: Path) -> None:
-        path = tmp_path / "key"
-        path.write_bytes(KEY)
-        path.chmod(0o644)
-        with pytest.raises(ConfigurationError, match="chmod 600"):
-            read_key(path)
-        path.chmod(0o600)
-        assert read_key(path) == KEY
-
-    def test_it_is_too_short_or_missing(self, tmp_path: Path) -> None:
-        path = tmp_path / "key"
-        with pytest.raises(ConfigurationError, match="No such file"):
-            read_key(path)
-        path.write_bytes(b"secret")
-        path.chmod(0o600)
-        with pytest.raises(ConfigurationError, match="too short") as caught:
-            read_key(path)
-        assert "secret" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.scale import ask
-from tests.elastic.jobs import JobOnSharedServer, check, run_job
+from tests.elastic.jobs import Ended, JobOnSharedServer, check, run_job
 
 
 def test_undisturbed(tmp_path: Path) -> None:
@@ -24,7 +25,7 @@ def test_undisturbed(tmp_path: Path) -> None:
     "point", ["bucket", pytest.param("between", marks=pytest.mark.slow)]
 )  # all: test_fault_matrix.py
 def test_a_killed_rank_comes_back(tmp_path: Path, point: str) -> None:
-    ended = run_job(tmp_path, faults=[("kill", point, 5, 1)], hold_s=60.0)
+    ended = run_job(tmp_path, faults=[("kill", point, 5, 0)], hold_s=60.0)
     check(ended, faults=1, world=3)
     last = ended.events()[-1]
     assert "killed by SIGKILL" in last["why"]
@@ -102,6 +103,15 @@ def test_a_rank_dies_while_others_make_a_group_with_it(tmp_path: Path, backend: 
     assert "did not leave" not in "".join(event["why"] for event in ended.events())
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_stuck_before_it_meets_the_others(tmp_path: Path) -> None:
+    """All were in the same place of their step; who has come to the store can be told from it."""
+    faults = [("kill", "forward", 5, 1), ("hang", "recovery", 5, 0)]
+    ended = run_job(tmp_path, faults=faults, hold_s=60.0, options={"meet_s": 3.0})
+    check(ended, faults=2, world=3)
+    assert "was killed: others waited for it" in ended.logs() + str(ended.events())
+
+
 def test_death_before_the_first_step(tmp_path: Path) -> None:
     check(run_job(tmp_path, faults=[("kill", "construction", 0, 1)]), faults=1, world=3)
 
@@ -165,14 +175,38 @@ def test_a_rank_that_always_fails_ends_the_job_with_a_reason(tmp_path: Path) -> 
     assert "ValueError: as planned" in text
 
 
-def test_interrupting_the_launcher_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_the_launcher_ends_all(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGTERM leaves time to finish a step and to save it."""
+
     def interrupt(job: JobOnSharedServer) -> None:
-        if job._folder.membership.exists() and not sent:
-            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        out = Path(job._plan.target.args[0])
+        if list(out.glob("checkpoints/step-*")) and not sent:
+            sent.append(os.kill(os.getpid(), number))
 
     sent: list[None] = []
-    ended = run_job(tmp_path, ranks=2, steps=10_000, on_wait=interrupt)
-    assert ended.code == 128 + signal.SIGTERM
+    ended = run_job(
+        tmp_path,
+        ranks=2,
+        steps=10_000,
+        pause_s=0.02,
+        options={"save": 10, "workers": 1},
+        on_wait=interrupt,
+        shutdown_s=60.0,
+    )
+    assert ended.code == 128 + number
+    found = re.search(r"has saved step (\d+) in", ended.logs())
+    assert bool(found) == (number == signal.SIGTERM), ended.logs()
+    if found:
+        newest = max((ended.out / "checkpoints").glob("step-*"))
+        assert int(newest.name.removeprefix("step-")) == int(found[1])
+        assert last_commit(ended) <= int(found[1]) <= last_commit(ended) + 1
+
+
+def last_commit(ended: Ended) -> int:
+    """As ranks have noted it; a commit after which they regroup is noted by nobody."""
+    files = ended.out.glob("digests-*")
+    return max(int(json.loads(path.read_text().splitlines()[-1])[0]) for path in files)
 
 
 def test_when_the_last_that_holds_the_state_dies_the_job_ends(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class TestStrangers:
         assert (stores[1].get("a"), stores[1].num_keys()) == (b"ours", 1)
 
     @pytest.mark.parametrize("data", [b"\xff" * 64, pack({"op": "delete", "keys": ["a"]}), b""])
-    def test_noise_at_the_door(self, hosts: TwoHosts, data: bytes) -> None:
+    def test_noise_at_the_port(self, hosts: TwoHosts, data: bytes) -> None:
         address = ("127.0.0.1", hosts.store_port)
         with contextlib.suppress(OSError), socket.create_connection(address) as loud:
             loud.sendall(data)  # until it has hung up

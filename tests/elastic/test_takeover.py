@@ -249,7 +249,7 @@ class TestTakingOver:
         with connect(running.address, KEY) as one:
             say_hello(one, 0, "a", report=self.report(0))
             send(one, "exited", member=0, why="rank 0 was killed", is_quiet=False, n=1)
-            send(one, "leaving", n=2)
+            send(one, "leaving", why="it got SIGTERM", n=2)
             send(one, "alive", beat=1)
             hear(one, "granted")
         running.coordinator._mailbox.post(lambda: running.coordinator._hosts.clear())

@@ -56,7 +56,7 @@ HEAR_S = 2.0
 """How long after an error of a collective the coordinator may say that the epoch is over."""
 ANSWER_S = 30.0
 AWAY_S = 300.0
-"""How long a rank waits for a coordinator that is away."""
+"""How long a rank waits for a coordinator that is away, or a launcher that does not let it in."""
 _LAUNCHER_GONE = "the launcher is gone, and with it the other ranks of this host"
 
 
@@ -108,7 +108,7 @@ class CoordinatorClient:
         if DIRECTORY not in os.environ:
             return None
         directory = Path(os.environ[DIRECTORY])
-        pipe = connect(socket_path(directory), read_key(key_path(directory)))
+        pipe = _reach_launcher(directory)
         lease = LeaseReader(lease_path(directory))
         return cls(pipe, int(os.environ[MEMBER]), committed, free, lease)
 
@@ -133,6 +133,10 @@ class CoordinatorClient:
         """Say that a collective failed although nobody died; return whether the epoch is over."""
         self._say("broken", why=why)
         return self.wait_over(ANSWER_S)
+
+    def missing(self, epoch: int, ranks: list[int]) -> None:
+        """Say who has not come to the store of the new epoch, after a long wait."""
+        self._say("missing", epoch=epoch, ranks=ranks)
 
     def done(self, step: int) -> bool:
         """Say that training is complete; return whether that holds for the job."""
@@ -195,9 +199,7 @@ class CoordinatorClient:
             with self._lock:
                 send(self._pipe, kind, **facts)
         except OSError:
-            raise MembershipError(
-                "the launcher is gone, and with it the other ranks of this host"
-            ) from None
+            raise MembershipError(_LAUNCHER_GONE) from None
 
     # --- SIGTERM: [Note: told to end] -------------------------------------------------------------
     def _catch_sigterm(self) -> None:
@@ -290,6 +292,23 @@ class CoordinatorClient:
             self._lease.close()
         os.close(self._wake_r)
         os.close(self._wake_w)
+
+
+def _reach_launcher(directory: Path) -> Connection:
+    """Connect to the launcher. It may stand still for some time, as long as it is there."""
+    until_s = time.monotonic() + AWAY_S
+    while directory.exists():
+        try:
+            return connect(socket_path(directory), read_key(key_path(directory)))
+        except (ConnectionRefusedError, FileNotFoundError):
+            break
+        except (OSError, EOFError):
+            if time.monotonic() >= until_s:
+                raise MembershipError(
+                    f"the launcher of this host has let nobody in for {AWAY_S:g} s"
+                ) from None
+            time.sleep(FREE_EVERY_S)
+    raise MembershipError(_LAUNCHER_GONE)
 
 
 def _checked(decision: dict[str, Any]) -> dict[str, Any]:

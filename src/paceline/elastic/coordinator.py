@@ -75,9 +75,11 @@ class Coordinator:
         self._hosts = HostSessions()
         self._reports: dict[int, HostReport] = {}
         self._where: dict[int, int] = {}  # the host of each member whose process has not ended
+        self._places: dict[int, int] = {}  # the member that has each rank of the present epoch
         self._is_gathering = True
         self._early: list[tuple[HostSession, dict[str, Any]]] = []  # heard while gathering
         self._reasons = Reasons()
+        self._told_to_end = ""  # why, if the first host is
         self._is_over = False
         self._over_s = 0.0
         self._still = StillRanks()
@@ -159,7 +161,7 @@ class Coordinator:
                 session.send(message)
         else:
             if session.store_port:
-                self._hosts.tell_door()
+                self._hosts.tell_store_port()
             self._on_host(session, report)
 
     def _on_host(self, session: HostSession, report: HostReport) -> None:
@@ -231,6 +233,7 @@ class Coordinator:
         except (EOFError, OSError, MembershipError):
             session.hang_up()  # it may come back, until its lease is over
             return
+        session.outlives_rival = True
         if is_new:
             self._hear(session, message)
 
@@ -268,6 +271,9 @@ class Coordinator:
             self._do(self._hear_member(int(message["member"]), message["message"]))
         elif kind == "exited":
             self._on_exit(int(message["member"]), str(message["why"]), bool(message["is_quiet"]))
+        elif kind == "leaving" and session.host == FIRST_HOST:  # the coordinator ends with it
+            self._told_to_end = str(message["why"])
+            self._do(membership.on_host_leaving(None))
         elif kind == "leaving":
             self._do(membership.on_host_leaving(session.host))
         elif kind == "still":
@@ -276,7 +282,7 @@ class Coordinator:
                 self._tell_host_of(member, "kill", {"why": why})
         elif kind == "store":
             session.store_port = int(message["store_port"])
-            self._hosts.tell_door()
+            self._hosts.tell_store_port()
         elif kind == "stop":
             self._end(str(message["why"]))
         else:
@@ -299,6 +305,10 @@ class Coordinator:
         if kind == "entered":
             self._hosts.tell_all("epoch", event=message["event"])
             return []
+        if kind == "missing":
+            is_now = int(message["epoch"]) == membership.epoch
+            late = [self._places.get(int(rank), -1) for rank in message["ranks"] if is_now]
+            return [Kill(m, "others waited for it to begin their epoch") for m in late if m >= 0]
         return [Kill(member, f"it said something that makes no sense: {kind!r}")]
 
     def _on_exit(self, member: int, why: str, is_quiet: bool) -> None:
@@ -330,6 +340,8 @@ class Coordinator:
         begins = [action for action in actions if isinstance(action, Begin)]
         hosts = sorted({self._where[action.member] for action in begins})
         why = self._reasons.take() if begins else ""
+        if begins:
+            self._places = {action.rank: action.member for action in begins}
         for action in actions:
             if isinstance(action, Begin):
                 facts = {"hosts": hosts, "why": why}
@@ -337,7 +349,7 @@ class Coordinator:
             else:
                 self._carry_out(action)
         if self._membership.is_finished and self.outcome is None:
-            self._end("")
+            self._end(self._told_to_end)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -353,7 +365,7 @@ class Coordinator:
                 self._reasons.add("ranks are to join or to leave")
                 self._say(action.member, "regroup")
             case Release():
-                self._say(action.member, "release", asdict(action))
+                self._say(action.member, "release", asdict(action) | {"why": self._reasons.text()})
             case Fail():
                 self._end(action.why)
 

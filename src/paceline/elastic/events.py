@@ -67,8 +67,12 @@ class Reasons:
         if why not in self._found and len(self._found) < _MOST:
             self._found.append(why)
 
+    def text(self) -> str:
+        """All of them."""
+        return "; ".join(self._found)
+
     def take(self) -> str:
         """All of them, for the epoch that begins."""
-        text = "; ".join(self._found)
+        text = self.text()
         self._found.clear()
         return text

@@ -18,6 +18,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from paceline.errors import ConfigurationError, MembershipError
 KEY_BYTES = 32
 _DRAWN_BYTES = 32
 _PROOF_BYTES = 32
+_SILENT_S = 300
 
 
 def admit(pipe: Connection, key: bytes) -> None:
@@ -72,6 +74,7 @@ def connect(address: str | tuple[str, int], key: bytes, timeout_s: float = 20.0)
     else:
         plug = socket.create_connection(address, timeout_s)
         plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end_if_silent(plug)
     set_timeout(plug, timeout_s)
     pipe = Connection(plug.detach())
     try:
@@ -89,6 +92,23 @@ def set_timeout(connection: socket.socket, seconds: float) -> None:
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+
+
+def end_if_silent(connection: socket.socket) -> None:
+    """Have the kernel end a TCP connection whose other end is gone without a word.
+
+    A host that loses its power does not hang up: whoever waits for it would do so for ever.
+    """
+    if connection.family == socket.AF_UNIX or sys.platform != "linux":
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _SILENT_S // 5),
+        (socket.TCP_KEEPINTVL, _SILENT_S // 10),
+        (socket.TCP_KEEPCNT, 8),
+        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def limit_waits(pipe: Connection, seconds: float) -> None:

@@ -73,6 +73,7 @@ class ElasticJob(Job):
         "paceline.elastic.epoch_store",
         "paceline.elastic.hosts.coordinator_process",
     )
+    on_sigterm = staticmethod(shutdown.on_leave)
 
     def __init__(
         self, plan: JobPlan, folder: RunFolder, screen: Screen, elastic: ElasticPlan
@@ -87,6 +88,7 @@ class ElasticJob(Job):
         self._stuck = StuckWatch(folder, elastic.stuck_after_s)
         self._finished_s: float | None = None  # when nothing ran here any more, after the end
         self._is_told = False  # the ranks are told that the job is over
+        self._stopped_by = ""  # why the first host ends after a step, until it has
         self._has_begun = False
 
     @property
@@ -180,6 +182,9 @@ class ElasticJob(Job):
             agent.on_refused(
                 f"the coordinator at {hosts.host}:{hosts.port} was not there for {limit_s:g} s"
             )
+        if self._stopped_by and agent.outcome is None and not self._members:
+            self.fail(self._stopped_by)  # ranks took too long, and were killed
+            self._stopped_by = ""
         if agent.outcome and not self._is_told:
             self._is_told = True
             self._shutdown.begin(shutdown.on_terminate(self._plan.shutdown_s))
@@ -201,17 +206,20 @@ class ElasticJob(Job):
         return is_last or is_heard or time.monotonic() > self._finished_s + _FAREWELL_S
 
     def _on_signals(self, reader: Any) -> None:
-        """Told to end: this host leaves, ranks after their step; on the first host the job ends."""
+        """Told to end: this host leaves, ranks after their step; with the first all hosts do."""
         before = len(self._signals)
         super()._on_signals(reader)
         agent = self._agent
         if agent is None or before or not self._signals:
             return
-        if self._is_first_host:
-            agent.say("stop", why=f"the first host got {signal.Signals(self._signals[0]).name}")
+        is_gentle = self._signals[0] == signal.SIGTERM
+        why = f"the first host got {signal.Signals(self._signals[0]).name}"
+        if self._is_first_host and not is_gentle:
+            self.fail(why)
         else:
-            agent.say("leaving")
-        if self._is_first_host or self._signals[0] != signal.SIGTERM:
+            agent.say("leaving", why=why)
+            self._stopped_by = why if self._is_first_host else ""
+        if not is_gentle:
             agent.ranks.close()  # SIGTERM means to a rank what it usually means
 
     # --- what the coordinator asks for ------------------------------------------------------------

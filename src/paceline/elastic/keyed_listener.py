@@ -2,7 +2,8 @@
 
 Used by launchers (for their ranks), by the coordinator (for launchers), and by the store's tunnel.
 Each newcomer is heard in a thread of its own, for a limited time, and is turned away if too many
-others come meanwhile: one that connects and says nothing keeps nobody else out.
+others come meanwhile: one that connects and says nothing, or one byte after the other, keeps nobody
+else out.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.elastic.handshake import admit, set_timeout
+from paceline.elastic.handshake import admit, end_if_silent, set_timeout
 from paceline.elastic.protocol import receive
 from paceline.errors import MembershipError
 
@@ -25,6 +27,8 @@ logger = logging.getLogger("paceline.elastic")
 HEAR_S = 20.0
 """How long a newcomer may take for the handshake and its first message."""
 MAX_HEARD = 64
+_LOOK_S = 1.0  # for those that take longer
+_PAUSE_S = 0.02  # if there are no descriptors or threads to be had
 
 Admit = Callable[[dict[str, Any], Connection], None]
 
@@ -42,7 +46,7 @@ class KeyedListener:
         self._key = key
         self._admit = admit
         self._socket = listener
-        self._heard: dict[socket.socket, None] = {}  # in the order in which they came
+        self._heard: dict[socket.socket, float] = {}  # since when; in the order in which they came
         self._lock = threading.Lock()
         self._warned = 0
         self._is_closed = False
@@ -52,23 +56,45 @@ class KeyedListener:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
+                self._socket.settimeout(_LOOK_S if self._heard else None)
                 newcomer, _ = self._socket.accept()
-            except OSError:
-                continue  # closed, or it is gone already
-            with self._lock:
-                if len(self._heard) >= MAX_HEARD:
-                    oldest = next(iter(self._heard))
-                    del self._heard[oldest]
-                    _hang_up(oldest)  # its thread sees that
-                self._heard[newcomer] = None
+            except TimeoutError:
+                self._end_late()
+            except OSError:  # it is gone already, there is no descriptor left, or this is closed
+                if not self._is_closed:
+                    time.sleep(_PAUSE_S)
+            else:
+                self._end_late()
+                self._take(newcomer)
+
+    def _end_late(self) -> None:
+        """Hang up on those that have taken too long; their threads see that."""
+        with self._lock:
+            for newcomer, since_s in self._heard.items():
+                if time.monotonic() > since_s + HEAR_S:
+                    _hang_up(newcomer)
+
+    def _take(self, newcomer: socket.socket) -> None:
+        with self._lock:
+            if len(self._heard) >= MAX_HEARD:
+                oldest = next(iter(self._heard))
+                del self._heard[oldest]
+                _hang_up(oldest)
+            self._heard[newcomer] = time.monotonic()
+        try:
             threading.Thread(target=self._hear, args=(newcomer,), daemon=True).start()
+        except RuntimeError:  # the system has no more
+            with self._lock:
+                self._heard.pop(newcomer, None)
+            newcomer.close()
+            time.sleep(_PAUSE_S)
 
     def _hear(self, newcomer: socket.socket) -> None:
         try:
             set_timeout(newcomer, HEAR_S)
             hello = self._greet(newcomer)
             with self._lock:
-                is_wanted = self._heard.pop(newcomer, 0) is None and not self._is_closed
+                is_wanted = self._heard.pop(newcomer, None) is not None and not self._is_closed
             if hello is not None and is_wanted:
                 set_timeout(newcomer, 0)
                 self._admit(hello, Connection(newcomer.detach()))
@@ -130,6 +156,7 @@ def listen_at(address: str | tuple[str, int]) -> socket.socket:
         if listener.family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    end_if_silent(listener)  # what it accepts has the same options
     try:
         listener.bind(address)
     except BaseException:

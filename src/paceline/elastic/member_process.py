@@ -25,8 +25,24 @@ def run_member(pipe: Connection, target: Target, rank: int, environ: Mapping[str
 
     own = {MEMBER_PID: str(os.getpid())}
     os.environ |= own
+    use_private_folder(environ)
     meet_in_private()
     return run_rank(pipe, target, rank, {**environ, **own})
+
+
+def use_private_folder(environ: Mapping[str, str]) -> None:
+    """Let multiprocessing (of DataLoader workers) put its sockets where the launcher removes them.
+
+    It makes a folder in the temporary one, which a process that is killed leaves behind.
+    """
+    from multiprocessing.process import current_process
+    from pathlib import Path
+
+    from paceline.elastic.protocol import DIRECTORY, MEMBER, temporary_path
+
+    own = temporary_path(Path(environ[DIRECTORY]), int(environ[MEMBER]))
+    own.mkdir(mode=0o700, exist_ok=True)
+    current_process()._config["tempdir"] = str(own)  # type: ignore[attr-defined]
 
 
 def meet_in_private() -> None:

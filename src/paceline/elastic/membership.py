@@ -87,12 +87,18 @@ class Membership(Roster):
             actions = self._end_epoch(why)
         return actions + self._top_up() + self._fork_spares() + self._go_on()
 
-    def on_host_leaving(self, host: int) -> list[Action]:
-        """A host is told to end, with some time to do so: its ranks leave after their step."""
-        leaving = [who.id for who in self.members.values() if who.host == host]
-        if self.epoch < 0:
+    def on_host_leaving(self, host: int | None) -> list[Action]:
+        """A host is told to end, with some time to do so: its ranks leave after their step.
+
+        None: all are, and whoever has the highest committed step saves it.
+        """
+        leaving = [who.id for who in self.members.values() if host in (None, who.host)]
+        if self.epoch < 0 and host is None:
+            return self._fail("the job was told to end")
+        if self.epoch < 0 and host is not None:
             return self.on_host_lost(host, f"host {host} was told to end") if leaving else []
-        del self.hosts.known[host]
+        for number in [host] if host is not None else [*self.hosts.known]:
+            del self.hosts.known[number]
         self._count_ranks()
         return [a for m in leaving if m in self.members for a in self.on_leave(m)]
 
@@ -181,8 +187,8 @@ class Membership(Roster):
         if self.epoch < 0:
             return []  # it ends at once, and all begin again
         actions: list[Action] = []
-        if not who.is_spare and len(self._staying()) < self._minimum():
-            actions += self._fill(who.slot)
+        if not who.is_spare and len(self._staying()) + self._due() < self._minimum():
+            actions += self._fill(self._free_slot())
         if who.state in OUTSIDE:
             actions.append(self._release(who))
             actions += self._fork_spares()
@@ -306,18 +312,18 @@ class Membership(Roster):
         return self._try_begin(inside)
 
     def _wants_change(self) -> bool:
-        return any(
-            (who.state is MemberState.WAITING and not who.is_spare)
-            or (who.is_leaving and who.state is MemberState.TRAINING)
-            for who in self.members.values()
-        )
+        all_members = self.members.values()
+        if any(who.is_leaving and who.is_training for who in all_members):
+            return self._may_leave()
+        return any(who.state is MemberState.WAITING and not who.is_spare for who in all_members)
 
     def _try_begin(self, inside: list[Member]) -> list[Action]:
         if any(who.state is MemberState.TRAINING for who in inside):
             return []
         stay = [who for who in self._staying() if who.state is not MemberState.STARTING]
         ended_s = self._ended_s if self._ended_s is not None else self.now_s
-        is_held = self._lost_s is not None and self.now_s < self._lost_s + self.policy.hold_s
+        lost_s = self._lost_s if self._are_replaced() else None
+        is_held = lost_s is not None and self.now_s < lost_s + self.policy.hold_s
         if len(stay) < self.policy.ranks and is_held:
             return []
         if inside and not any(who.is_clean for who in inside):
@@ -329,7 +335,7 @@ class Membership(Roster):
             )
         if inside and len(stay) >= self._minimum():
             return self._begin(stay)
-        if inside and not stay and not self.policy.replaces:
+        if inside and not stay and not self._are_replaced():
             return self._finish(best_of(inside))
         if not inside:
             return self._fail(

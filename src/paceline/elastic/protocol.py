@@ -11,12 +11,13 @@ proved that they know the job's key (:mod:`paceline.elastic.handshake`). JSON, n
                                      done       train(state) has returned: step
                                      leave      it was told to end: it leaves after its step
                                      broken     a collective failed, and it heard of no death: why
+                                     missing    ranks that do not come to the new epoch's store
                                      pong       its interpreter runs
     launcher       -> rank           begin      its place in the next epoch: the fields of Begin
                                      end        its epoch is over: why, and after which step
                                      regroup    leave after a step, with the others
                                      ping       say that your interpreter runs
-                                     release    go: the job is done, or it was asked to leave; saves
+                                     release    go: the job is done, or it was asked to leave; saves, why
                                      failed     the job is over: why (from a supervisor)
                                      away, back the coordinator is not there; is there again
     paceline scale -> launcher       scale      how many ranks there are to be
@@ -29,8 +30,8 @@ proved that they know the job's key (:mod:`paceline.elastic.handshake`). JSON, n
                                      exited     a rank's process has ended, and why
                                      still      ranks that have not moved for long, and where
                                      scale      what somebody asks for
-                                     leaving    this host is told to end
-                                     stop       the job is told to end
+                                     leaving    this host is told to end: ranks leave after a step
+                                     stop       the job is told to end at once
                                      store      at which port of the first host the stores are
                                      finished   the job is over, and nothing runs here any more
     coordinator    -> launcher       welcome    whether it goes on where the connection broke
@@ -104,6 +105,11 @@ def peers_path(directory: Path) -> Path:
 def store_path(directory: Path, name: str) -> Path:
     """The file in which the ranks of one host meet."""
     return directory / name
+
+
+def temporary_path(directory: Path, member: int) -> Path:
+    """Where Python's multiprocessing puts the sockets of a member: gone with its process."""
+    return directory / f"member-{member}"
 
 
 def stores_path(directory: Path) -> str:

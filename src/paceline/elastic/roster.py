@@ -166,6 +166,16 @@ class Roster:
     def _minimum(self) -> int:
         return min(self.policy.minimum, self.policy.ranks)
 
+    def _may_leave(self) -> bool:
+        """Whether enough would be left; else those that leave train on until others have come."""
+        staying = self._staying()
+        there = sum(who.state is not MemberState.STARTING for who in staying)
+        return there >= self._minimum() or there == len(staying) + self._due()
+
+    def _are_replaced(self) -> bool:
+        """Whether anybody can come for those that die or leave."""
+        return self.policy.replaces and bool(self.hosts.known)
+
     def _release(self, who: Member) -> Action:
         """Forget a member; its exit is not heard any more. One that is on its way is killed."""
         del self.members[who.id]

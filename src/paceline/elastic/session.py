@@ -43,18 +43,23 @@ logger = logging.getLogger("paceline.elastic")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CONNECT_S = 3.0
-"""How long ranks may take to connect, once all have come to the store; more if that was too short.
+CONNECT_S = 1.0
+"""gloo's time-out while ranks connect, once all have come to the store; more if that was too short.
 
-gloo cannot be woken while it waits for the connection of a rank that has died meanwhile.
+For the connection of a rank that has died meanwhile gloo waits five times as long, and cannot be
+woken (measured with torch 2.13).
 """
+_LONGER = 4
+
+MEET_S = 30.0
+"""Who has not come to the store for so long, after others have, is stuck and counts as dead."""
 
 LEAVE_S = 10.0
 """How long collectives may take to end, once their connections are cut."""
 
 
 _TOLD_TO_END = (
-    "rank %d was told to end, and leaves after step %d%s. Launchers that end all ranks when one "
+    "rank %d was told to end, and leaves after step %d%s.%s Launchers that end all ranks when one "
     "dies (torchrun, mp.spawn with join) do that; with `paceline run --elastic`, or with `-m "
     "paceline.elastic.stand_in` under torchrun, the others go on"
 )
@@ -123,8 +128,9 @@ class Session:
         self._state = state
         self._pids: list[int] = []
         self._listens: set[str] = set()
-        self._rank = self._failures = 0
+        self._rank = self._epoch = self._failures = 0
         self._entered_s: float | None = None  # until the change of membership is told
+        self._tells = False
         self._backend = dist.get_backend() if dist.is_initialized() else "gloo"
         self.client = CoordinatorClient.from_environment(lambda: state.commits, self._free)
 
@@ -160,7 +166,10 @@ class Session:
         where = state.save_last() if decision.get("saves") else ""
         if self._is_supervised:
             saved = f", which is saved in {where}" if where else ""
-            logger.warning(_TOLD_TO_END, self._rank, state.commits, saved)
+            why = f" Its epoch was over because {decision['why']}." if decision.get("why") else ""
+            logger.warning(_TOLD_TO_END, self._rank, state.commits, saved, why)
+        elif where:
+            logger.warning("rank %d has saved step %d in %s", self._rank, state.commits, where)
         else:
             logger.info("this rank leaves the job")
 
@@ -197,7 +206,8 @@ class Session:
         """Take a place in an epoch: rebuild the group, copy the state."""
         state = self._state
         rank, world, epoch = decision["rank"], decision["world"], decision["epoch"]
-        self._rank = rank
+        self._rank, self._epoch = rank, epoch
+        self._tells = rank == decision["source"]  # who joins knows nothing of what came before
         self._pids = [pid for pid in decision["pids"] if pid != os.getpid()]
         began_s = time.monotonic()
         if not decision["is_first"]:
@@ -235,9 +245,9 @@ class Session:
         if self._state.commits > events[-1].step:
             events[-1] = replace(events[-1], first_step_s=time.monotonic() - entered_s)
         # The launcher shows it, if there is one.
-        is_shown = self._is_supervised and events[-1].rank == 0 and events[-1].epoch > 0
+        is_shown = self._is_supervised and self._tells and events[-1].epoch > 0
         logger.log(logging.WARNING if is_shown else logging.INFO, "%s", events[-1].describe())
-        if events[-1].rank == 0:
+        if self._tells:
             self.client.entered(asdict(events[-1]))
 
     def _rebuild(self, epoch: int, rank: int, world: int) -> None:
@@ -257,14 +267,18 @@ class Session:
     def _connect(self, store: Any, rank: int, world: int) -> None:
         # An attempt that failed has counted: names of groups would not be those of a joiner.
         restart_group_names()
-        limit = datetime.timedelta(seconds=CONNECT_S * 2**self._failures)
+        limit = datetime.timedelta(seconds=CONNECT_S * _LONGER**self._failures)
+        began_s = time.monotonic()
         try:
             dist.init_process_group(
                 self._backend, store=store, rank=rank, world_size=world, timeout=limit
             )
         except RuntimeError as error:
             assert self.client is not None
-            self._failures += not self.client.is_over
+            # One that failed sooner was not too short. Backends leave a thread behind, with gloo's
+            # sockets, that waits for so long.
+            is_late = time.monotonic() - began_s >= limit.total_seconds()
+            self._failures += is_late and not self.client.is_over
             raise ConnectionError(f"the group could not be made: {error}") from error
         self._failures = 0
 
@@ -279,9 +293,14 @@ class Session:
         assert self.client is not None
         store.set(f"{what}/{rank}", text)
         keys = [f"{what}/{each}" for each in range(world)]
+        late_s = time.monotonic() + MEET_S
         while not store.check(keys):
             if self.client.is_over:
                 raise ConnectionError("a rank died before the new group was made")
+            if time.monotonic() >= late_s:
+                late_s = time.monotonic() + MEET_S
+                late = [each for each in range(world) if not store.check([keys[each]])]
+                self.client.missing(self._epoch, late)
             time.sleep(0.01 if is_on_several_hosts() else 0.001)
 
     # --- called by others -------------------------------------------------------------------------

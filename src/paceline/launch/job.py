@@ -76,6 +76,8 @@ class Job:
         "paceline.launch.rendezvous",
         "paceline.ddp",
     )
+    on_sigterm = staticmethod(shutdown.on_terminate)
+    """What it means to the ranks."""
 
     def __init__(self, plan: JobPlan, folder: RunFolder, screen: Screen) -> None:
         self._plan = plan
@@ -169,6 +171,8 @@ class Job:
             elif number == signal.SIGINT:
                 self._screen.say("\npaceline run: interrupted; once more to kill at once\n")
                 self._shutdown.begin(shutdown.on_interrupt(limit_s))
+            elif number == signal.SIGTERM:
+                self._shutdown.begin(self.on_sigterm(limit_s))
             else:
                 self._shutdown.begin(shutdown.on_terminate(limit_s))
 

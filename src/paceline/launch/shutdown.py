@@ -41,6 +41,14 @@ def on_terminate(limit_s: float) -> list[TimedSignal]:
     return [TimedSignal(0.0, signal.SIGTERM), TimedSignal(limit_s, signal.SIGKILL)]
 
 
+def on_leave(limit_s: float) -> list[TimedSignal]:
+    """The launcher was told to end, and ranks finish their step: with their DataLoader workers."""
+    return [
+        TimedSignal(0.0, signal.SIGTERM, is_for_group=False),
+        TimedSignal(limit_s, signal.SIGKILL),
+    ]
+
+
 def on_failure(wait_s: float, limit_s: float) -> list[TimedSignal]:
     """A rank has failed. The others may find out by themselves, and say what they know."""
     return [

@@ -57,6 +57,7 @@ class Job:
             match action:
                 case Fork():
                     assert action.member not in self.ranks
+                    assert action.slot not in {rank.slot for rank in self.ranks.values()}
                     self.ranks[action.member] = Rank(action.slot, action.host)
                 case Kill():
                     is_slow = "did not leave its step" in action.why

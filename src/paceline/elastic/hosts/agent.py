@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from paceline.elastic.protocol import (
     lease_path,
     peers_path,
     store_path,
+    temporary_path,
 )
 from paceline.observe.private_file import write_whole
 
@@ -128,6 +130,7 @@ class Agent:
     def on_exit(self, member: int, why: str, *, is_quiet: bool) -> None:
         """A member's process has ended; quietly, if it ended well and nobody had asked for it."""
         self.ranks.drop(member)
+        shutil.rmtree(temporary_path(self.directory, member), ignore_errors=True)
         if self.members.pop(member, None) is not None:
             self._known.exits = [*self._known.exits[1 - _EXITS :], why]
             self._link.say("exited", member=member, why=why, is_quiet=is_quiet)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 
 from paceline.elastic.handshake import connect
@@ -43,15 +44,16 @@ class Connector:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin to try; not while it tries already."""
+    def start(self, *, is_soon: bool = True) -> None:
+        """Begin to try, soon or after a pause; not while it tries already."""
         if self._thread is not None:
             self._thread.join()
-        self._thread = threading.Thread(target=self._run, name="paceline-connect", daemon=True)
+        pause_s = _FIRST_PAUSE_S if is_soon else _MAX_PAUSE_S
+        run = partial(self._run, pause_s)
+        self._thread = threading.Thread(target=run, name="paceline-connect", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+    def _run(self, pause_s: float) -> None:
         while not self._closed.wait(pause_s):
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
             began_s = now_s()

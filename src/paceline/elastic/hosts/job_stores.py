@@ -9,14 +9,20 @@ from __future__ import annotations
 import contextlib
 import json
 import selectors
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.elastic.hosts.tunnel import StoreOrder, keep_store
+from paceline.elastic.hosts.tunnel import StoreOrder, run_store
 from paceline.errors import ConfigurationError
 from paceline.launch.exits import exit_summary
 from paceline.launch.fork_server import ForkServer
 from paceline.launch.rendezvous import JobHosts
+from paceline.launch.wire import EndPolicy
+
+_WELL_S = 30.0  # one that has lived so long may die
+_MAX_DEATHS = 6  # in a row, each before that
+_ENDS_ITSELF = EndPolicy(first=None, grace_s=5.0)  # it removes what a killed launcher leaves
 
 
 class JobStores:
@@ -52,8 +58,9 @@ class JobStores:
         self._start()
 
     def _start(self) -> None:
-        self._child = child = self._server.fork()
-        child.run(keep_store, self._order)
+        self._started_s = time.monotonic()
+        self._child = child = self._server.fork(_ENDS_ITSELF)
+        child.run(run_store, self._order)
         self._selector.register(child.pipe, selectors.EVENT_READ, self._hear)
         if self._store_port:
             self.aim_at(self._store_port)
@@ -113,8 +120,10 @@ class JobStores:
         self._selector.unregister(self._child.pipe)
         code = self._child.wait() or 0
         self._child.close()
+        if time.monotonic() - self._started_s >= _WELL_S:
+            self._deaths = 0
         self._deaths += 1
-        if self._deaths > 5:
+        if self._deaths >= _MAX_DEATHS:
             raise ConfigurationError(f"the job's store has {exit_summary(code)}, again and again")
         self._warn(f"the job's store has {exit_summary(code)}; it is started again")
         self._ports = {}

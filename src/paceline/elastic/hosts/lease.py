@@ -30,7 +30,9 @@ The coordinator may die. Who tries to connect and is *refused* knows that its ho
 that nobody listened there at a moment after the attempt began, at s. A coordinator that starts
 later does not drop anybody before it has run for L: it was not there at s, so that is after s + L.
 So a refusal is worth as much as an answer: s takes the place of s1. Training goes on however long
-the coordinator is away. Silence is worth nothing: the link may be cut.
+the coordinator is away. Silence is worth nothing: the link may be cut. Nor is somebody who listens
+there and does not know the key. It must be the first host that refuses: a firewall that refuses in
+its name (REJECT, where DROP would be silent) undoes the proof.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class CoordinatorLink:
             plan.lease_s / 4,
             lambda pipe: mailbox.post(partial(self._on_connected, pipe)),
             lambda began_s: mailbox.post(partial(self.lease.refused, began_s)),
-            lambda why: mailbox.post(partial(owner.on_refused, why)),
+            lambda why: mailbox.post(partial(self._on_stranger, why)),
         )
         self._connector.start()
 
@@ -132,6 +132,15 @@ class CoordinatorLink:
         hello |= {"launcher": self._launcher, "coordinator": self._coordinator}
         self._send({"kind": "host", "heard": self._messages.heard, **hello})
 
+    def _on_stranger(self, why: str) -> None:
+        """Who listens there does not know the key.
+
+        At first that is a mistake. Later somebody has taken the port while no coordinator was
+        there; that is worth as little as silence, and one that comes back is waited for.
+        """
+        if not self._coordinator:
+            self._owner.on_refused(why)
+
     def _listen(self) -> None:
         assert self._pipe is not None
         try:
@@ -145,7 +154,7 @@ class CoordinatorLink:
         elif message["kind"] == "refused":
             if message["is_final"]:
                 self._owner.on_refused(str(message["why"]))
-            self._lose()
+            self._lose(is_soon=False)
         elif message["kind"] == "granted":
             self.lease.answered(int(message["beat"]))
         elif is_new:
@@ -176,7 +185,7 @@ class CoordinatorLink:
             except OSError:
                 self._lose()
 
-    def _lose(self) -> None:
+    def _lose(self, *, is_soon: bool = True) -> None:
         """The connection is gone: try to get another."""
         if self._pipe is None:
             return
@@ -187,7 +196,7 @@ class CoordinatorLink:
         if self.is_welcome:
             self.is_welcome, self._away_since_s = False, now_s()
             self._owner.on_away()
-        self._connector.start()
+        self._connector.start(is_soon=is_soon)
 
     def _hang_up(self) -> None:
         if self._pipe is not None:

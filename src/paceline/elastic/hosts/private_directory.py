@@ -1,7 +1,8 @@
 """The directory of a launcher, which only this user can enter: sockets, key, stores of one host.
 
 Made by :mod:`paceline.elastic.hosts.agent`. A launcher that is killed leaves its own behind, with
-the key in it; the next launcher of this user removes it.
+the key in it: the process that keeps the job's stores removes it. If that is killed, too, the next
+launcher of this user does.
 
 [Note: whose directory is left]
 A launcher holds a lock on a file of its directory as long as it lives: the kernel takes it away
@@ -35,7 +36,7 @@ class PrivateDirectory:
 
     def __init__(self) -> None:
         where = _parent()
-        _remove_left(where)
+        _remove_all_left(where)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
         draft = self.path / f"{_LOCK}.new"
         self._lock = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -57,7 +58,22 @@ def _parent() -> Path:
     return where if longest < _SOCKET_PATH_BYTES else Path("/tmp")
 
 
-def _remove_left(where: Path) -> None:
+def remove_left(path: Path) -> None:
+    """Remove the directory of a launcher that was killed, or is ending just now."""
+    if not path.name.startswith(_PREFIX):
+        return
+    for _ in range(_TRIES):
+        try:
+            if _is_left(path):
+                _remove(path)
+            return
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:  # it is gone
+            return
+
+
+def _remove_all_left(where: Path) -> None:
     """Remove what launchers of this user have left: [Note: whose directory is left]."""
     for path in where.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

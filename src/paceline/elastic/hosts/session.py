@@ -24,6 +24,8 @@ class HostSession:
         store_port: The port at which the job's stores are, if they are with this launcher.
         listens: Where ranks of that host listen.
         is_finished: Nothing runs there any more.
+        rival: Another launcher that says that it is of the same host.
+        outlives_rival: This one was heard of since that has asked.
     """
 
     host: int
@@ -35,6 +37,17 @@ class HostSession:
     store_port: int = 0
     listens: list[str] = field(default_factory=list)
     is_finished: bool = False
+    rival: str = ""
+    outlives_rival: bool = False
+
+    def lives_beside(self, rival: str) -> bool:
+        """Whether this launcher and another one of the same host live at the same time.
+
+        A connection alone does not say so: who loses its power, or its network, does not hang up.
+        """
+        if rival != self.rival:
+            self.rival, self.outlives_rival = rival, False
+        return self.outlives_rival
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Say something that must arrive; if the connection is gone, over the next one."""
@@ -68,7 +81,7 @@ class HostSessions(dict[int, HostSession]):
         """At which port of the first host the job's stores are; 0: nobody knows."""
         return self[FIRST_HOST].store_port if FIRST_HOST in self else 0
 
-    def tell_door(self) -> None:
+    def tell_store_port(self) -> None:
         """Tell all where the stores are."""
         self.tell_all("store", store_port=self.store_port())
 
@@ -109,7 +122,7 @@ def check_host(
             f"hosts disagree about --nnodes: {most} on the first, {hosts} on host {host}"
         )
     if there is not None and there.launcher != hello["launcher"]:
-        if there.pipe is not None:
+        if there.lives_beside(str(hello["launcher"])):
             raise MembershipError(f"two hosts have --node-rank {host}")
         raise NotYetError(f"host {host} was started again; its lease from before is not over")
     if is_over and there is None:

@@ -1,6 +1,6 @@
 """The stores of a job, on all its hosts.
 
-A child of each launcher's fork server runs :func:`keep_store`. Ranks of several hosts reach the
+A child of each launcher's fork server runs :func:`run_store`. Ranks of several hosts reach the
 stores in which they meet (:mod:`hosts.key_store`) by a Unix socket in the private directory of
 their launcher. On the first host they are served there; on the others each connection is passed on
 to the first one: both ends prove that they know the job's key, and from then on bytes go through.
@@ -28,13 +28,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.elastic.handshake import connect
 from paceline.elastic.hosts.key_store import KeyStores
+from paceline.elastic.hosts.private_directory import remove_left
 from paceline.elastic.keyed_listener import KeyedListener, listen_at
 from paceline.elastic.protocol import send, stores_path
 from paceline.errors import MembershipError
+from paceline.launch.exits import leave
 
 _CONNECT_S = 10.0
 _TIMEOUT = datetime.timedelta(seconds=900)
@@ -57,11 +59,18 @@ class StoreOrder:
     is_first: bool
     has_others: bool
     key: bytes = field(repr=False)
-    directory: str = ""
+    directory: str
+
+
+def run_store(pipe: Connection, order: StoreOrder) -> NoReturn:
+    """The whole life of the process: what the fork server's child runs."""
+    code = keep_store(pipe, order)
+    remove_left(Path(order.directory))  # the launcher was killed, and the key is in there
+    leave(code)
 
 
 def keep_store(pipe: Connection, order: StoreOrder) -> int:
-    """Serve or reach the stores until the launcher closes its pipe. What the child runs."""
+    """Serve or reach the stores until the launcher closes its pipe, or its end does."""
     try:
         keeper = _Served(order) if order.is_first else _Reached(order)
         _say(pipe, store_port=keeper.store_port)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ PHASES = ("heard", "noticed", "agreed", "rebuilt", "copied", "first step")
 TARGETS = {OURS_SPARE: (0.5, 1.0, 2.0), OURS: (0.5, 1.0, 6.0)}
 """Of ours, in seconds: the next step, median and 95th percentile; the replacement's first step."""
 BIN_S = 0.25
+KILLED = "#cf222e"
 
 Phases = dict[str, float]
 
@@ -160,19 +162,51 @@ def draw(path: Path, results: Sequence[Result]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [each for each in results if each.notes]
+    size = (9, 0.8 + 1.6 * len(results))
     figure, grid = pyplot.subplots(
-        max(1, len(shown)), 1, figsize=(9, 2.2 * max(1, len(shown))), squeeze=False, sharex=True
+        len(results), 1, figsize=size, squeeze=False, sharex=True, sharey=True
     )
-    for panel, each in zip(grid.flat, shown, strict=False):
-        speeds = samples_per_s(each.notes, BATCH, BIN_S)
-        began_s = speeds[0][0]
-        times = [at_s - began_s for at_s, _ in speeds]
-        panel.fill_between(times, [speed for _, speed in speeds], step="post", color=plot.WINNER
-                           if each.contender in TARGETS else plot.OTHER)  # fmt: skip
-        for kill in each.kills:
-            panel.axvline(kill.at_s - began_s, color="#cf222e", linewidth=0.8)
-        panel.set_title(f"{each.contender}: {len(each.kills)} kills", fontsize=9, loc="left")
-        panel.set_ylabel("samples/s", fontsize=8)
-    grid.flat[-1].set_xlabel("seconds; a red line is a SIGKILL", fontsize=8)
+    ends_s = [draw_contender(panel, each) for panel, each in zip(grid.flat, results, strict=True)]
+    grid.flat[0].set_xlim(0.0, max(ends_s) or 1.0)  # of all, as they share it
+    grid.flat[0].set_ylim(bottom=0.0)
+    grid.flat[-1].set_xlabel(
+        "seconds since the first step; red: from a SIGKILL to the next step", fontsize=8
+    )
     plot.save(figure, path, "Samples per second while ranks are killed")
+
+
+def draw_contender(panel: Any, result: Result) -> float:
+    """One contender's panel; if there is nothing to draw, why. Returns the seconds it shows."""
+    panel.set_title(headline(result), fontsize=9, loc="left")
+    panel.set_ylabel("samples/s", fontsize=8)
+    panel.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    speeds = samples_per_s(result.notes, BATCH, BIN_S)
+    if not speeds:
+        return 0.0
+    began_s = speeds[0][0]
+    end_s = speeds[-1][0] + BIN_S - began_s
+    speeds = [*speeds, (began_s + end_s, 0.0)]
+    times = [at_s - began_s for at_s, _ in speeds]
+    color = plot.WINNER if result.contender in TARGETS else plot.OTHER
+    panel.fill_between(times, [speed for _, speed in speeds], step="post", color=color, alpha=0.8)
+    for kill in result.kills:
+        at_s = kill.at_s - began_s
+        panel.axvspan(at_s, at_s + kill.next_step_s, color=KILLED, alpha=0.25, linewidth=0)
+        panel.axvline(at_s, color=KILLED, linewidth=0.9)
+        end_s = max(end_s, at_s + kill.next_step_s)
+    return end_s
+
+
+def headline(result: Result) -> str:
+    """What a contender's panel shows, in words."""
+    words = [result.contender]
+    if result.kills:
+        again = sum(kill.repeated for kill in result.kills)
+        median_s = result.percentile(0.5)
+        words.append(f"{len(result.kills)} kills, the next step after {median_s:.2f} s (median)")
+        words += [f"{again} steps done again"] if again else []
+    if result.problem:
+        words.append(textwrap.shorten(result.problem, 90, placeholder=" …"))
+    return "; ".join(words)
