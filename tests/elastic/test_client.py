@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from paceline.elastic import session
 from paceline.elastic.client import CoordinatorClient
-from paceline.elastic.keyed_listener import listen_at
 from paceline.elastic.handshake import KEY_BYTES, admit, store_key
+from paceline.elastic.keyed_listener import listen_at
 from paceline.elastic.protocol import DIRECTORY, MEMBER, key_path, receive, send, socket_path
 from paceline.elastic.session import Session
 from paceline.errors import MembershipError
