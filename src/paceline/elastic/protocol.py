@@ -17,7 +17,7 @@ proved that they know the job's key (:mod:`paceline.elastic.handshake`). JSON, n
                                      end        its epoch is over: why, and after which step
                                      regroup    leave after a step, with the others
                                      ping       say that your interpreter runs
-                                     release    leave: the job is done, or it was asked to; saves, why
+                                     release    leave, for good: why, saves
                                      failed     the job is over: why (from a supervisor)
                                      away, back the coordinator is not there; is there again
     paceline scale -> launcher       scale      how many ranks there are to be
