@@ -34,15 +34,37 @@ dist.destroy_process_group()
 
 
 def launch_on(
-    hosts: Hosts, number: int, ranks: int, folder: Path, *words: str
+    hosts: Hosts,
+    number: int,
+    ranks: int,
+    folder: Path,
+    *words: str,
+    count: int = 2,
+    is_numbered: bool = True,
 ) -> subprocess.Popen[str]:
     env = environ(GLOO_SOCKET_IFNAME="link0", PACELINE_HOST_ID=f"host-{number}")
-    # Both share a file system, and the folder.
-    options = ["-n", str(ranks), "--nnodes", "2", "--node-rank", str(number), "--run-dir", "run"]
+    # All share a file system, and the folder.
+    options = ["-n", str(ranks), "--nnodes", str(count), "--run-dir", "run"]
+    options += ["--node-rank", str(number)] if is_numbered else []
     options += ["--rdzv-endpoint", "10.77.0.1:29437", "--rdzv-id", "a-job"]
     return hosts._namespaces[number].call(
         lambda: start(*options, "train.py", *words, cwd=folder, env=env)
     )
+
+
+def test_hosts_are_numbered_as_they_come(tmp_path: Path) -> None:
+    """The same line on three hosts, as under torchrun."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with test_hosts(3) as hosts:
+        started = [
+            launch_on(hosts, number, 1, tmp_path, "-1", count=3, is_numbered=False)
+            for number in range(3)
+        ]
+        done = [finish(each) for each in started]
+    assert [each.returncode for each in done] == [0, 0, 0], [each.stderr for each in done]
+    assert done[0].stdout == "0 0 3 1 0 3 10.77.0.1 3\n"
+    others = {done[1].stdout, done[2].stdout}
+    assert others == {f"[{rank}] {rank} 0 3 1 {rank} 3 10.77.0.1 3\n" for rank in (1, 2)}
 
 
 def test_ranks_of_two_hosts_train(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from paceline.cli import main
 from paceline.cli.run import _ranks, add_arguments, make_plan
 from paceline.elastic import member_process, protocol
 from paceline.launch.environment import OF_A_MEMBER, job_environ
+from paceline.launch.rendezvous import UNNUMBERED
 from paceline.observe.run_folder import RECORD_AS
 from paceline.observe.stall.start import MIN_STALL_S, read_stall_after
 from tests.cli.launched import launch
@@ -35,7 +36,10 @@ TWO = ["--nnodes", "2"]
         (["--master-addr", "n:x"], "--master-addr is HOST:PORT"),
         (["--standalone", *TWO], "--standalone is one host, which needs no endpoint: leave it out"),
         (["--standalone", "--rdzv-endpoint", "n:1"], "--standalone is one host"),
-        (["--nnodes", "3", "--rdzv-endpoint", "192.0.2.1:1"], "this one has a number from 1 to 2"),
+        (
+            ["--elastic", "--nnodes", "3", "--rdzv-endpoint", "192.0.2.1:1"],
+            "this one has a number from 1 to 2",
+        ),
     ],
 )
 def test_where_hosts_meet(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +56,7 @@ def test_where_hosts_meet(words: list[str], says: str, capsys: pytest.CaptureFix
         ([*TWO, "--rdzv-endpoint", "127.0.0.1:1"], 0),
         ([*TWO, "--rdzv-endpoint", "192.0.2.1:1", "--rdzv-backend", "c10d"], 1),
         (["--nnodes", "3", "--rdzv-endpoint", "127.0.0.1:1"], 0),
+        (["--nnodes", "3", "--rdzv-endpoint", "192.0.2.1:1"], UNNUMBERED),
         ([*TWO, "--rdzv-endpoint", "127.0.0.1:1", "--node-rank", "1"], 1),
     ],
 )

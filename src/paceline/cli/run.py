@@ -20,7 +20,7 @@ from paceline.errors import ConfigurationError
 from paceline.launch.child import ForkServerError
 from paceline.launch.environment import PATCH, STALL_AFTER, usable_cores
 from paceline.launch.job import Job, JobPlan
-from paceline.launch.rendezvous import Endpoint, JobHosts, is_local
+from paceline.launch.rendezvous import UNNUMBERED, Endpoint, JobHosts, is_local
 from paceline.launch.screen import Screen, make_table
 from paceline.launch.target import Target, TargetKind
 from paceline.observe.jobs import listed_job
@@ -186,21 +186,23 @@ def _hosts(args: argparse.Namespace, ranks: int) -> JobHosts:
             f"{args.node_rank}"
         )
     endpoint = _endpoint(args, count)
-    return JobHosts(count, _number(args.node_rank, count, endpoint), ranks, endpoint, int(low))
+    return JobHosts(count, _number(args, count, endpoint), ranks, endpoint, int(low))
 
 
-def _number(given: int | None, count: int, endpoint: Endpoint) -> int:
+def _number(args: argparse.Namespace, count: int, endpoint: Endpoint) -> int:
     """Which host this is; torchrun's commands do not say it, and are the same on all hosts."""
-    if given is not None:
-        return given
+    if args.node_rank is not None:
+        return int(args.node_rank)
     if count == 1 or is_local(endpoint.host):
         return 0
-    if count > 2:
+    if count == 2:
+        return 1
+    if args.elastic:  # a host that comes back has the number that it had
         raise ConfigurationError(
-            f"--nnodes {count} needs --node-rank: {endpoint.host} is another machine and has 0, so "
-            f"this one has a number from 1 to {count - 1}"
+            f"--elastic with --nnodes {args.nnodes} needs --node-rank: {endpoint.host} is another "
+            f"machine and has 0, so this one has a number from 1 to {count - 1}"
         )
-    return 1
+    return UNNUMBERED
 
 
 def _endpoint(args: argparse.Namespace, count: int) -> Endpoint:
@@ -270,7 +272,7 @@ def _make_folder(args: argparse.Namespace, plan: JobPlan) -> RunFolder:
     """The run folder; if it has no name, any place is better than no training."""
     hosts, words = plan.hosts, plan.target.words
     try:
-        folder = RunFolder.create(plan.target.name, args.run_dir, join=hosts.number > 0)
+        folder = RunFolder.create(plan.target.name, args.run_dir, join=hosts.number != 0)
         if hosts.number == 0 or args.run_dir is None:
             # Else it may be host 0's folder, on a file system that they share; not even made yet.
             folder.write_info(_info(folder, hosts, words))

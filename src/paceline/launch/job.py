@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from paceline.errors import ConfigurationError
@@ -187,7 +187,7 @@ class Job:
         )
 
     def _watch_store(self, child: Child) -> None:
-        assert child.pid  # raises if the fork server has ended
+        child.wait_started()
         if child.wait(0.0) is not None:
             self._selector.unregister(child.sentinel)
 
@@ -196,7 +196,7 @@ class Job:
             words = json.loads(child.pipe.recv_bytes())
         except (EOFError, OSError):
             self._selector.unregister(child.pipe)
-            assert child.pid  # raises if there could be no process
+            child.wait_started()
             code = child.wait()
             if not self._ranks:
                 raise ConfigurationError(f"the store has {exit_summary(code or 0)}") from None
@@ -208,9 +208,15 @@ class Job:
             self._warn(words["waiting"])
             return
         if "worlds" in words:
+            self._take_number(words["number"])
             self._start_ranks(words["worlds"], words["port"])
         else:
             self._hear_host(HostEnded(**words))
+
+    def _take_number(self, number: int) -> None:
+        """Which host this is, if only the store could say."""
+        self._plan = replace(self._plan, hosts=replace(self._plan.hosts, number=number))
+        self._launched = LaunchedFile(self._folder, number)
 
     def _hear_host(self, ended: HostEnded) -> None:
         self._hosts_ended[ended.host] = ended

@@ -8,6 +8,7 @@ says for which hosts.
 
 Keys are ours alone (``paceline/…``); ranks' keys have torch's prefix. Every host sets
 
+    paceline/host/<number>/claimed    a counter: the first that adds to it has that number
     paceline/host/<number>    how many ranks it has: when all are there, ranks are numbered
     paceline/ended/<number>   JSON, once: what became of its ranks
 """
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +34,8 @@ _MEET_S = 0.05
 _TELL_S = 10.0
 """After this long, and each time that it has doubled, the log says which hosts are missing."""
 _PREFIX = "paceline"
+UNNUMBERED = -1
+"""The number of a host that gets one when it comes to the store."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class JobHosts:
 
     Attributes:
         count: How many hosts.
-        number: This one's.
+        number: This one's, or UNNUMBERED.
         local_world: Ranks on this host.
         endpoint: Of the store.
         minimum: Fewer hosts may do to begin with, if the job is elastic.
@@ -60,6 +63,11 @@ class JobHosts:
     local_world: int
     endpoint: Endpoint
     minimum: int = 1
+
+    @property
+    def name(self) -> str:
+        """This host, in messages."""
+        return "this host" if self.number == UNNUMBERED else f"host {self.number}"
 
 
 def is_local(host: str) -> bool:
@@ -78,11 +86,12 @@ def keep_store(pipe: Connection, hosts: JobHosts) -> int:
     """Serve or reach the store until the launcher closes its pipe. What the child runs."""
     try:
         store = _serve(hosts.endpoint, hosts.count) if hosts.number == 0 else _reach(hosts, pipe)
+        hosts = _claim_number(store, hosts)
         worlds = _meet(store, hosts, pipe)
     except Exception as error:
         _say(pipe, {"error": _explain(error, hosts)})
         return 1
-    _say(pipe, {"worlds": worlds, "port": store.port})
+    _say(pipe, {"worlds": worlds, "port": store.port, "number": hosts.number})
     _relay(pipe, store, hosts)
     return 0
 
@@ -117,7 +126,7 @@ def _reach(hosts: JobHosts, pipe: Connection) -> Any:
 
     where = hosts.endpoint
     text = (
-        f"host {hosts.number} cannot reach host 0 at {where.host}:{where.port} yet: is paceline "
+        f"{hosts.name} cannot reach host 0 at {where.host}:{where.port} yet: is paceline "
         "run started there, is that its address, and may this port be reached?"
     )
     timeout = datetime.timedelta(seconds=JOIN_S)
@@ -146,12 +155,20 @@ def _told_of(pipe: Connection, text: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
+def _claim_number(store: Any, hosts: JobHosts) -> JobHosts:
+    """Take the number that this host was given, or the lowest that nobody has."""
+    is_given = hosts.number != UNNUMBERED
+    for number in [hosts.number] if is_given else range(1, hosts.count):
+        if store.add(f"{_PREFIX}/host/{number}/claimed", 1) == 1:
+            return replace(hosts, number=number)
+    if is_given:
+        raise ValueError(f"two hosts have --node-rank {hosts.number}")
+    raise ValueError(f"paceline run was started on more hosts than --nnodes {hosts.count} says")
+
+
 def _meet(store: Any, hosts: JobHosts, pipe: Connection) -> list[int]:
     """How many ranks each host has."""
-    me = f"{_PREFIX}/host/{hosts.number}"
-    if store.add(f"{me}/claimed", 1) != 1:
-        raise ValueError(f"two hosts have --node-rank {hosts.number}")
-    store.set(me, f"{hosts.local_world} {hosts.count}")
+    store.set(f"{_PREFIX}/host/{hosts.number}", f"{hosts.local_world} {hosts.count}")
     found = _gather(store, hosts, pipe)
     if any(int(count) != hosts.count for _, count in found):
         raise ValueError(f"hosts disagree about --nnodes: {[int(count) for _, count in found]}")
@@ -167,7 +184,7 @@ def _gather(store: Any, hosts: JobHosts, pipe: Connection) -> list[list[str]]:
         numbers = ", ".join(map(str, missing))
         return (
             f"host {hosts.number} waits at {where} for host{'s' * (len(missing) > 1)} {numbers} of "
-            f"{hosts.count}: is paceline run started there, with that --node-rank?"
+            f"{hosts.count}: is paceline run started there, with that --node-rank or none?"
         )
 
     keys = [f"{_PREFIX}/host/{number}" for number in range(hosts.count)]
@@ -191,7 +208,7 @@ def _explain(error: Exception, hosts: JobHosts) -> str:
         return f"port {hosts.endpoint.port} cannot be used for the job's store: {reason}; {remedy}"
     if isinstance(error, ValueError):
         return str(error)
-    return f"host {hosts.number} did not meet the others at {where}: {error}"
+    return f"{hosts.name} did not meet the others at {where}: {error}"
 
 
 def _say(pipe: Connection, words: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.cli.bench.elastic.contenders import CONTENDERS, command
-from paceline.cli.bench.elastic.kills import Kill, StepNote, samples_per_s, what_followed
+from paceline.cli.bench.elastic.kills import MeasuredKill, StepNote, samples_per_s, what_followed
 from paceline.cli.bench.elastic.report import Result, headline
 
 
@@ -43,7 +43,9 @@ def test_speed_over_time_counts_a_step_once() -> None:
 
 
 def test_a_panel_says_what_it_shows_or_why_it_is_empty() -> None:
-    kills = [Kill(2.0, 11, seconds, 3.0, repeated) for seconds, repeated in ((0.2, 0), (0.4, 2))]
+    kills = [
+        MeasuredKill(2.0, 11, seconds, 3.0, repeated) for seconds, repeated in ((0.2, 0), (0.4, 2))
+    ]
     found = headline(Result("torchrun", kills, BEFORE, "", []))
     assert found == "torchrun; 2 kills, the next step after 0.40 s (median); 2 steps done again"
     assert headline(Result("torchft", [], [], "it is not installed", [])) == (

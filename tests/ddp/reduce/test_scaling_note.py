@@ -11,7 +11,7 @@ from paceline.ddp.reduce import gradient_access
 SOURCE = Path(paceline.__file__).parent
 SCALES = re.compile(r"\.(?:mul_|div_)\(|_foreach_mul_|scale_into\(|\* factor\b")
 # They multiply sums of bits, buffers, and gradients that are reduced and clipped.
-OTHERS = {"checksum.py", "shard_buffers.py", "clip.py"}
+OTHERS = {"checksum.py", "shard_buffer_exchange.py", "clip.py"}
 
 
 def test_the_note_names_all_that_scale() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.elastic.simulated_job import make_job
 
 from paceline.elastic.members import Fork, Release
+from tests.elastic.membership.simulated_job import make_job
 
 
 def test_who_is_told_to_end_leaves_after_its_step_and_is_not_replaced() -> None:
