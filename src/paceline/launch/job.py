@@ -208,15 +208,12 @@ class Job:
             self._warn(words["waiting"])
             return
         if "worlds" in words:
-            self._take_number(words["number"])
+            hosts = replace(self._plan.hosts, number=words["number"])  # the store may have given it
+            self._plan = replace(self._plan, hosts=hosts)
+            self._launched = LaunchedFile(self._folder, hosts.number)
             self._start_ranks(words["worlds"], words["port"])
         else:
             self._hear_host(HostEnded(**words))
-
-    def _take_number(self, number: int) -> None:
-        """Which host this is, if only the store could say."""
-        self._plan = replace(self._plan, hosts=replace(self._plan.hosts, number=number))
-        self._launched = LaunchedFile(self._folder, number)
 
     def _hear_host(self, ended: HostEnded) -> None:
         self._hosts_ended[ended.host] = ended
