@@ -63,7 +63,7 @@ def read_generators() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy"] = _read_numpy(numpy)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         found["cuda"] = torch.cuda.get_rng_state_all()
     return found
 
