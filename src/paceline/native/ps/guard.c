@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { PL_PAUSE_MS = 1, PL_QUIET = 100 };
+enum { PL_PAUSE_MS = 1, PL_QUIET = 100, PL_AGAIN_MS = 100 };
 
 /* How many descriptors below `limit` are open: the kernel says of each that is not that it is none,
  * in one call. */
@@ -29,16 +29,38 @@ static long count_open(struct pollfd *all, long limit) {
     return used;
 }
 
-/* Wait for an event; then count again and again until the number has stayed the same for a while.
- * 1: there were `most`, and the socket was renamed; 0: all is quiet, or `end_fd` has something to
- * read; -1: errno. */
-static int watch(int end_fd, int event_fd, struct pollfd *all, const long *limits,
+/* The socket's file is not there: put it back when there is room. 0: it is there; 1: there is an
+ * event to read first; -1: errno. */
+static int reopen(struct pollfd *ends, struct pollfd *all, const long *limits, const char *path,
+                  const char *aside) {
+    for (;;) {
+        int found = poll(ends, 2, PL_AGAIN_MS);
+        long used = found == 0 ? count_open(all, limits[0]) : 0;
+        if (found > 0) {
+            return 1;
+        }
+        if ((found < 0 || used < 0) && errno != EINTR) {
+            return -1;
+        }
+        if (found == 0 && used >= 0 && used < limits[1]) {
+            return rename(aside, path);
+        }
+    }
+}
+
+/* Wait for an event, or for room; then count again and again until the number has stayed the same
+ * for a while: nobody comes in uncounted from the moment at which the file is there. 1: there were
+ * `most`, and the file is not there; 0: all is quiet, or `end_fd` has something to read; -1: errno. */
+static int watch(struct pollfd *ends, bool is_open, struct pollfd *all, const long *limits,
                  const char *path, const char *aside) {
-    struct pollfd ends[] = {{.fd = end_fd, .events = POLLIN}, {.fd = event_fd, .events = POLLIN}};
-    while (poll(ends, 2, -1) < 0) {
+    while (is_open && poll(ends, 2, -1) < 0) {
         if (errno != EINTR) {
             return -1;
         }
+    }
+    int found = is_open ? 0 : reopen(ends, all, limits, path, aside);
+    if (found != 0) {
+        return found;
     }
     long last = -1;
     for (int quiet = 0; quiet < PL_QUIET;) {
@@ -59,14 +81,14 @@ static int watch(int end_fd, int event_fd, struct pollfd *all, const long *limit
     return 0;
 }
 
-/* guard(end_fd, event_fd, limit, most, path, aside) -> bool: whether the socket file is closed now. */
+/* guard(end_fd, event_fd, is_open, limit, most, path, aside) -> bool: whether the file is there. */
 static PyObject *guard(PyObject *self, PyObject *args) {
     (void)self;
-    int end_fd, event_fd;
+    int end_fd, event_fd, is_open;
     long limits[2];
     const char *path, *aside;
-    if (!PyArg_ParseTuple(args, "iillyy", &end_fd, &event_fd, &limits[0], &limits[1], &path,
-                          &aside)) {
+    if (!PyArg_ParseTuple(args, "iipllyy", &end_fd, &event_fd, &is_open, &limits[0], &limits[1],
+                          &path, &aside)) {
         return NULL;
     }
     if (limits[0] < 1 || limits[0] > 1 << 20) {
@@ -77,15 +99,16 @@ static PyObject *guard(PyObject *self, PyObject *args) {
     if (all == NULL) {
         return PyErr_NoMemory();
     }
+    struct pollfd ends[] = {{.fd = end_fd, .events = POLLIN}, {.fd = event_fd, .events = POLLIN}};
     int found;
     Py_BEGIN_ALLOW_THREADS
-    found = watch(end_fd, event_fd, all, limits, path, aside);
+    found = watch(ends, is_open, all, limits, path, aside);
     Py_END_ALLOW_THREADS
     free(all);
     if (found < 0) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }
-    return PyBool_FromLong(found);
+    return PyBool_FromLong(!found);
 }
 
 PyMethodDef pl_guard_functions[] = {

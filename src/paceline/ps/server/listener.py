@@ -16,7 +16,8 @@ for one (``accept`` with EMFILE). So it must not come to that, whatever the serv
   accepted before the thread was awake: the reserve of ``ps/server/descriptors.py`` is for those.
   (To wait for arrivals at the socket itself would miss those that libzmq accepts at once.)
 - While the name is away, the thread counts again every ``_AGAIN_MS``; when there is room, it puts
-  the name back. Only this thread renames, until ``close`` has joined it.
+  the name back, and counts at once, still without the lock: whoever waits comes in that moment.
+  Only this thread renames, until ``close`` has joined it.
 """
 
 from __future__ import annotations
@@ -100,26 +101,29 @@ class SocketFile:
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._end, zmq.POLLIN)
         while True:
+            is_accepted = self._take_events(note)
             try:
-                self._turn(self._take_events(note))
-                wait_ms = None if self._is_open else _AGAIN_MS
-                if self._is_open and native is not None:
+                if native is not None:
                     self._guard()
-                    wait_ms = 0
+                    wait_ms: int | None = 0
+                else:
+                    self._turn(is_accepted)
+                    wait_ms = None if self._is_open else _AGAIN_MS
                 if self._end in dict(poller.poll(wait_ms)):
                     return
             except OSError as error:
                 log.error("the socket %s cannot be renamed: %s", self._path, error)
 
     def _guard(self) -> None:
-        """Wait for an event, and close the socket file if there is no room.
+        """Wait for an event or for room; close or open the socket file meanwhile.
 
         The monitor's descriptor tells of an event only after ``_take_events`` has found no more.
         """
-        limit, events = self._descriptors, self._monitor.getsockopt(zmq.FD)
+        limit, was_open = self._descriptors, self._is_open
+        ends = (self._end, self._monitor.getsockopt(zmq.FD))
         names = map(os.fsencode, (self._path, self._aside))
-        if native.guard(self._end, events, limit.limit, limit.for_connections, *names):
-            self._is_open = False
+        self._is_open = native.guard(*ends, was_open, limit.limit, limit.for_connections, *names)
+        if was_open and not self._is_open:
             self._say()
 
     def _take_events(self, note: Callable[[Mapping[str, Any]], None]) -> bool:
@@ -133,12 +137,12 @@ class SocketFile:
         return is_accepted
 
     def _turn(self, is_accepted: bool) -> None:
-        """Open the socket file if there is room; without a native core, also close it."""
+        """Without a native core: open the socket file if there is room, close it if not."""
         if not self._is_open:
             if not self._descriptors.is_full:
                 self._aside.rename(self._path)
                 self._is_open = True
-        elif is_accepted and native is None and self._descriptors.is_full:
+        elif is_accepted and self._descriptors.is_full:
             self._path.rename(self._aside)
             self._is_open = False
             self._say()
