@@ -151,6 +151,19 @@ def furnish(words: str, folder: Path) -> None:
             (folder / name).symlink_to(folder / "paceline-runs" / "my-run")
 
 
+ELASTIC = """
+import runpy, sys
+sys.argv[1:] = ["elastic", '{"steps": 20}']
+runpy.run_path(%r, run_name="__main__")
+"""
+
+
+def make_elastic(folder: Path) -> None:
+    """The script of the example trains under ``elastic.run`` from now on."""
+    (folder / "elastic").mkdir()
+    (folder / "train.py").write_text(ELASTIC % str(ROOT / "tests" / "elastic" / "script.py"))
+
+
 @contextlib.contextmanager
 def elastic_job(folder: Path) -> Iterator[None]:
     """A job that trains for as long as this is entered, in the folder that an example names."""
@@ -179,6 +192,8 @@ def test_examples_work(words: str, tmp_path: Path) -> None:
     furnish(words, tmp_path)
     with elastic_job(tmp_path) if words == "scale" else contextlib.nullcontext():
         for line in examples_in(parsers()[words].format_help()):
+            if "--elastic" in line:
+                make_elastic(tmp_path)
             if "--nnodes" not in line:  # needs two hosts: test_run_hosts.py has them
                 finish(start(line, tmp_path), line)
 
