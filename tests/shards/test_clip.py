@@ -33,9 +33,13 @@ def parameters(dtype: torch.dtype = torch.float32, *, sparse: bool = False) -> l
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
 def test_as_torch(order: float, dtype: torch.dtype, max_norm: float) -> None:
     mine, theirs = parameters(dtype), parameters(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    whole = torch.cat([p.grad.flatten().to(wide) for p in mine if p.grad is not None])
     norm = paceline.clip_grad_norm_(mine, max_norm, order)
     expected = nn.utils.clip_grad_norm_(theirs, max_norm, float(order))
-    assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert norm.item() == pytest.approx(torch.linalg.vector_norm(whole, float(order)).item())
+    # Torch adds up in float32, in an order that depends on its threads.
+    assert norm.item() == pytest.approx(expected.item(), rel=1e-4)
     for left, right in zip(mine, theirs, strict=True):
         if left.grad is not None:
             torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-12)
