@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 from paceline import ps
 from paceline.errors import ServerLostError, ServerStartError
 from paceline.ps.protocol.settings import ServerSettings, full_path
+from paceline.ps.server import listener
 from paceline.ps.server.descriptors import DescriptorLimit, used
 from paceline.ps.server.listener import SocketFile
 from tests.children import child_process, server_process
@@ -135,3 +138,22 @@ def test_the_socket_file_leaves_nothing(tmp_path: Path) -> None:
     socket_file.close()
     assert used() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_that_cannot_be_renamed_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full, and its directory is gone: close() waits for the thread."""
+
+    class Native:
+        def guard(self, *_: object) -> bool:
+            raise FileNotFoundError
+
+    monkeypatch.setattr(listener, "native", Native())
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        found = SocketFile(tmp_path / "s", DescriptorLimit(LIMIT))
+        found.watch(router.get_monitor_socket(zmq.EVENT_ACCEPTED), lambda _: None)
+        closing = threading.Thread(target=found.close, daemon=True)
+        closing.start()
+        closing.join(DEADLINE_S)
+        assert not closing.is_alive()

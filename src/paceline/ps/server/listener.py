@@ -109,10 +109,11 @@ class SocketFile:
                 else:
                     self._turn(is_accepted)
                     wait_ms = None if self._is_open else _AGAIN_MS
-                if self._end in dict(poller.poll(wait_ms)):
-                    return
             except OSError as error:
                 log.error("the socket %s cannot be renamed: %s", self._path, error)
+                wait_ms = _AGAIN_MS
+            if self._end in dict(poller.poll(wait_ms)):
+                return
 
     def _guard(self) -> None:
         """Wait for an event or for room; close or open the socket file meanwhile.
