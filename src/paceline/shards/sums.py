@@ -20,6 +20,7 @@ multiplies does it as :func:`scale_all` or ``mul_``, which round alike in every 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -46,67 +47,88 @@ def add_into(left: Gradients, right: Sequence[torch.Tensor | None]) -> None:
         torch._foreach_add_(targets, sources)
 
 
-PIECE = 1 << 16
-"""Elements that stay in a cache from one operation to the next."""
+SMALL = 1 << 16
+"""Elements of a tensor that is added as a whole, among others: a call costs more than its sum."""
+
+PIECE = 1 << 18
+"""Elements that stay in a cache from one operation to the next, and keep all threads busy."""
 
 
-def add_small(
-    left: Sequence[torch.Tensor],
-    right: Sequence[torch.Tensor | None],
-    whole: torch.Tensor,
-    *,
-    before: float,
-    after: float,
-) -> None:
-    """Let ``left`` hold (left + right * before) * after; each operation is rounded for itself.
+@dataclass(frozen=True)
+class Addend:
+    """What is added to gradients: they become (gradients + values * before) * after.
 
-    For small tensors, whose calls cost more than their sums: all of ``left`` lies in ``whole``.
+    Each operation is rounded for itself.
     """
-    sources = [other for other in right if other is not None]
-    targets = list(left)
-    if len(sources) < len(left):
-        targets = [mine for mine, other in zip(left, right, strict=True) if other is not None]
-        for mine, other in zip(left, right, strict=True):
-            if other is None:
-                add_nothing(mine)
-    if targets:
-        _add_scaled(targets, sources, before, 1.0)
-    if after != 1.0:
-        whole.mul_(after)
+
+    values: Gradients
+    before: float
+    after: float
+
+
+def add_small(left: Sequence[torch.Tensor], addends: Sequence[Addend], whole: torch.Tensor) -> None:
+    """Add to small tensors, all of which lie in ``whole``."""
+    for each in addends:
+        _add(left, each.values, each.before)
+        if each.after != 1.0:
+            whole.mul_(each.after)
 
 
 def add_in_pieces(
-    left: Sequence[torch.Tensor],
-    right: Sequence[torch.Tensor | None],
-    _whole: torch.Tensor,
-    *,
-    before: float,
-    after: float,
+    left: Sequence[torch.Tensor], addends: Sequence[Addend], memory: torch.Tensor
 ) -> None:
-    """The same for large tensors, of which a piece stays in a cache meanwhile."""
-    small: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    """Add to tensors some of which are large: piece by piece, all addends at once.
+
+    Args:
+        left: They hold the sums afterwards.
+        addends: Added from left to right.
+        memory: For one piece.
+    """
+    lines: list[int] = []
+    rest: list[int] = []
+    for index, mine in enumerate(left):
+        others = [each.values[index] for each in addends]
+        is_line = all(each is None or each.is_contiguous() for each in (mine, *others))
+        (lines if is_line and mine.numel() > SMALL else rest).append(index)
+    for each in addends:
+        targets = [left[index] for index in rest]
+        _add(targets, [each.values[index] for index in rest], each.before)
+        scale_all(targets, each.after)
+    for index in lines:
+        _add_to_line(left[index], index, addends, memory)
+
+
+def _add_to_line(
+    target: torch.Tensor, index: int, addends: Sequence[Addend], memory: torch.Tensor
+) -> None:
+    """Add to one large tensor, which is the ``index``-th of all."""
+    values = [each.values[index] for each in addends]
+    sources = [None if value is None else value.view(-1).split(PIECE) for value in values]
+    for number, piece in enumerate(target.view(-1).split(PIECE)):
+        for each, source in zip(addends, sources, strict=True):
+            if source is None:
+                add_nothing(piece)
+            elif each.before == 1.0:
+                piece.add_(source[number])
+            else:
+                piece.add_(torch.mul(source[number], each.before, out=memory[: piece.numel()]))
+            if each.after != 1.0:
+                piece.mul_(each.after)
+
+
+def _add(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor | None], before: float) -> None:
+    """Let ``left`` hold left + right * before."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for mine, other in zip(left, right, strict=True):
         if other is None:
-            mine.add_(0.0)
-            if after != 1.0:
-                mine.mul_(after)
-        elif mine.numel() <= PIECE or not (mine.is_contiguous() and other.is_contiguous()):
-            small[0].append(mine)
-            small[1].append(other)
+            add_nothing(mine)
         else:
-            pieces = zip(mine.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True)
-            for target, source in pieces:
-                _add_scaled([target], [source], before, after)
-    if small[0]:
-        _add_scaled(*small, before, after)
-
-
-def _add_scaled(
-    targets: list[torch.Tensor], sources: list[torch.Tensor], before: float, after: float
-) -> None:
-    scale_all(sources, before)
-    torch._foreach_add_(targets, sources)
-    scale_all(targets, after)
+            targets.append(mine)
+            sources.append(other)
+    if targets:
+        scale_all(sources, before)
+        torch._foreach_add_(targets, sources)
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:

@@ -34,6 +34,8 @@ from paceline.shards.cast import cast_all, cast_flat
 from paceline.shards.parts import LaidOutParts
 from paceline.shards.sums import (
     PIECE,
+    SMALL,
+    Addend,
     Gradients,
     PartStack,
     add_in_pieces,
@@ -47,6 +49,7 @@ from paceline.shards.tree_sum import (
     add_up_sparse,
     is_added_alike,
     scale_sparse,
+    scratch,
     start_tree_sum,
 )
 from paceline.transport.late import LateReduction
@@ -217,18 +220,22 @@ class ShardSums:
             self._join_dense(bucket)
 
     def _join_dense(self, bucket: Bucket) -> None:
+        flat = bucket.gradients
+        assert flat is not None
         views = [slot.view for slot in bucket.slots if slot.view is not None]
         here = self._factor if self.shares.owns_halves else 1.0
-        halves, node = self.shares.tree.halves, self.last
-        add = add_small if bucket.spec.largest_numel <= PIECE else add_in_pieces
+        halves, node, addends = self.shares.tree.halves, self.last, []
         if node in halves and here != 1.0:
             bucket.scale(here)
         for left in self._siblings():
             node = (left[0], node[1])
             before = here if left in halves else 1.0
             after = here if node in halves else 1.0
-            assert bucket.gradients is not None
-            add(views, self._take(left, bucket), bucket.gradients, before=before, after=after)
+            addends.append(Addend(self._take(left, bucket), before, after))
+        if bucket.spec.largest_numel <= SMALL:
+            add_small(views, addends, flat)
+        elif addends:
+            add_in_pieces(views, addends, scratch(self.shares, "scaled", PIECE, flat))
 
     def _join_sparse(self, bucket: Bucket) -> None:
         here = self._factor if self.shares.world == 1 else 1.0
