@@ -90,6 +90,7 @@ class Shards:
             (``torch.use_deterministic_algorithms``), for the whole process.
         checksum_every: Rounds between two that ``paceline verify`` can compare; 0: none. Costs
             nothing without a run folder.
+        checksum_gradients_every: The same for the gradients of each shard; 0: none.
     """
 
     count: int
@@ -97,6 +98,7 @@ class Shards:
     threads: int = 1
     deterministic: bool = True
     checksum_every: int = 1
+    checksum_gradients_every: int = 100
 
     def __post_init__(self) -> None:
         if type(self.count) is not int or not 1 <= self.count <= MAX_SHARDS:
@@ -109,10 +111,12 @@ class Shards:
                 f"Shards(threads={self.threads!r}): write the number of threads that each rank's "
                 "operations use, the same in all runs that are to be compared, for example 1."
             )
-        if type(self.checksum_every) is not int or self.checksum_every < 0:
-            raise ConfigurationError(
-                f"Shards(checksum_every={self.checksum_every!r}): write a number of rounds, or 0."
-            )
+        for name in ("checksum_every", "checksum_gradients_every"):
+            found = getattr(self, name)
+            if type(found) is not int or found < 0:
+                raise ConfigurationError(
+                    f"Shards({name}={found!r}): write a number of rounds, or 0."
+                )
         if type(self.seed) is not int:
             raise ConfigurationError(f"Shards(seed={self.seed!r}): a seed is a whole number.")
 

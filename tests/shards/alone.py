@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.observe.run_folder import RUN_DIR
 from tests.shards.drawn import Drawn
 from tests.shards.models import Small
 from tests.shards.trainings import CASES, MATRIX, Case, Data, adamw, digest, run_round
@@ -54,6 +56,12 @@ class Training:
 
     def digest(self) -> str:
         return digest(self.model, self.optimizers)
+
+
+def train_recorded(name: str, steps: int, folder: str) -> str:
+    """The same, with checksums in a run folder."""
+    os.environ[RUN_DIR] = folder
+    return train_named(name, steps)
 
 
 def train_named(name: str, steps: int) -> str:

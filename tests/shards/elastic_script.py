@@ -2,7 +2,8 @@
 
 Run as an elastic job. ``argv[1]`` is a directory: each rank that ends well writes
 ``done-<member>`` there, with a hash of its whole state. ``argv[2]`` is JSON: how many steps, and
-the faults. Each fault fires once in the job, at a point of a step, in the rank with that number.
+the faults; with ``changes``, the step whose update is another one than alone. Each fault fires once
+in the job, at a point of a step, in the rank with that number.
 """
 
 from __future__ import annotations
@@ -61,13 +62,16 @@ state = elastic.State(
 
 
 def train_round(batch: Any) -> None:
-    """One round; ranks may die before each of their shards."""
-    owned = iter(ddp.shard_shares.owned)
-    last = ddp.shard_shares.owned[-1]
+    """One round; ranks may die before their first shard or their last."""
+    owned = ddp.shard_shares.owned
+    following = iter(owned)
 
     def train_shard(micro: Any) -> None:
-        shard = next(owned)
-        fault("last shard" if shard == last else "shard", state.step)
+        shard = next(following)
+        if shard == owned[0]:
+            fault("shard", state.step)
+        if shard == owned[-1]:
+            fault("last shard", state.step)
         run_shard(case, ddp, shard, *micro)
 
     if case.in_turns:
@@ -90,6 +94,8 @@ def train(state: elastic.State) -> None:
             if number % case.accumulate:
                 continue
             fault("between", state.step)
+            if state.step == PLAN.get("changes"):
+                training.optimizers[0].param_groups[0]["weight_decay"] = 0.5
             training.update()
             state.step += 1
             if state.step % training.steps_in_epoch == 0:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.scale import ask
+from paceline.observe.run_folder import RunFolder
+from paceline.report.verify import compare_runs
 from paceline.testing import run_ranks
 from tests.elastic import jobs
 from tests.shards import alone
@@ -54,6 +56,24 @@ def test_killed_ranks(tmp_path: Path, name: str, faults: Sequence[Fault]) -> Non
     ended = jobs.run_job(tmp_path, steps=STEPS, options=options, pause_s=0.1)
     check(ended, faults=len(faults), name=name)
     assert len(ended.events()) > 1
+    alike = RunFolder.create("alone.py", tmp_path / "alone").path
+    run_ranks(1, alone.train_recorded, name, STEPS, str(alike))
+    found = compare_runs(alike, ended.folder.path)
+    rounds = STEPS * alone.ELASTIC[name].accumulate
+    text = f"equal: {rounds} steps, 0 to {rounds - 1}, and what the last one has made"
+    assert (found.is_equal, found.text) == (True, text)
+
+
+def test_a_difference_in_a_job_with_kills_is_named(tmp_path: Path) -> None:
+    """Rank 0, which writes the parameters, is killed; and one update of the job is another."""
+    options = {"faults": [("shard", 4, 0), ("between", 12, 1)], "case": "cnn", "changes": 15}
+    ended = jobs.run_job(tmp_path, steps=STEPS, options=options, pause_s=0.1)
+    assert (ended.code, ended.fired()) == (0, 2), ended.logs()
+    alike = RunFolder.create("alone.py", tmp_path / "alone").path
+    run_ranks(1, alone.train_recorded, "cnn", STEPS, str(alike))
+    found = compare_runs(alike, ended.folder.path)
+    assert (found.is_equal, found.round, found.shard) == (False, 16, None), found.text
+    assert "differ at the start of step 16: step 15, or its update" in found.text
 
 
 def scaler(first: int, targets: list[int]) -> Callable[[jobs.JobOnSharedServer], None]:

@@ -148,8 +148,12 @@ def deterministic_algorithms_that_are_switched_off() -> None:
     torch.use_deterministic_algorithms(False)
     with pytest.raises(ConfigurationError, match="has been switched off"):
         next(ddp.shards(rows(ddp)))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.raises(ConfigurationError, match="or only warns"):
+        next(ddp.shards(rows(ddp)))
     step(DDP(small(), shards=Shards(4, deterministic=False)))
-    torch.use_deterministic_algorithms(True)
+    DDP(small(), shards=4)
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
     step(ddp)
 
 

@@ -15,20 +15,24 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel as DDP
+from paceline import Shards
 from paceline.cli import main
 from paceline.errors import RecordsError
 from paceline.observe.checksum_file import ChecksumWriter, RoundChecksums, read_file, read_run
 from paceline.observe.run_folder import RunFolder
 from paceline.report.verify import VerifyResult, compare_checkpoints, compare_runs
+from paceline.testing import run_ranks
+from tests.shards import trainings
 
 STEPS = 4
 
 
-def train(folder: str, change: str = "", shards: int = 8) -> None:
-    """Train, with one thing changed in step 2: the input of shard 5, its output, or the rate."""
+def train(folder: str, change: str = "", shards: int = 8, gradients_every: int = 100) -> None:
+    """Train, with one thing changed in step 2: of shard 5, or the rate; or in the last step."""
     os.environ["PACELINE_RUN_DIR"] = folder
     torch.manual_seed(0)
-    ddp = DDP(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), shards=shards)
+    policy = Shards(shards, checksum_gradients_every=gradients_every)
+    ddp = DDP(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), shards=policy)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     owned = ddp.shard_shares.owned
     for step in range(STEPS):
@@ -39,20 +43,24 @@ def train(folder: str, change: str = "", shards: int = 8) -> None:
         for shard, micro in zip(owned, ddp.shards(batch), strict=True):
             if change == "output" and step == 2 and shard == 5:
                 micro *= 2  # behind the back of the record
-            ddp(micro).square().mean().backward()
-        if change == "rate" and step == 2:
+            loss = ddp(micro).square().mean()
+            (loss * (2 if change == "loss" and step == 2 and shard == 5 else 1)).backward()
+        if (change, step) in (("rate", 2), ("last rate", STEPS - 1)):
             optimizer.param_groups[0]["lr"] = 0.2
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
 
 
-def recorded(path: Path, world: int, change: str = "", shards: int = 8) -> Path:
-    from paceline.testing import run_ranks
-
+def recorded(
+    path: Path, world: int, change: str = "", shards: int = 8, gradients_every: int = 100
+) -> Path:
     folder = RunFolder.create("train.py", path).path
-    run_ranks(world, train, str(folder), change, shards)
+    run_ranks(world, train, str(folder), change, shards, gradients_every)
     return folder
+
+
+EQUAL = f"equal: {STEPS} steps, 0 to 3, and what the last one has made"
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +70,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_equal_on_another_number_of_ranks(reference: Path, tmp_path: Path) -> None:
     other = recorded(tmp_path / "three", 3)
-    assert compare_runs(reference, other) == VerifyResult(True, f"equal: {STEPS} steps, 0 to 3")
+    assert compare_runs(reference, other) == VerifyResult(True, EQUAL)
     assert main(["verify", str(reference), str(other)]) == 0
     (rounds,) = read_run(other)
-    assert all(sorted(each.shards) == list(range(8)) for each in rounds.values())
-    assert "1.running_mean" in rounds[0].tensors
+    assert sorted(rounds) == list(range(STEPS + 1))
+    for number, each in rounds.items():
+        assert sorted(each.shards) == (list(range(8)) if number < STEPS else [])
+        assert sorted(each.gradients) == (list(range(8)) if number == 0 else [])
+        assert "1.running_mean" in each.tensors
+    assert set(rounds[0].gradients[5]) == {"1.bias", "1.weight", "0.bias", "0.weight"}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +103,58 @@ def test_an_update_is_named(reference: Path, tmp_path: Path) -> None:
     assert found.round == 3
     assert found.names[:2] == ("0.weight", "0.bias")
     assert "step 2, or its update, made them so" in found.text
+    assert "checksum_gradients_every=1" in found.text
+
+
+def test_the_last_update_is_compared_too(reference: Path, tmp_path: Path) -> None:
+    found = compare_runs(reference, recorded(tmp_path / "other", 2, "last rate"))
+    assert (found.round, found.shard) == (STEPS, None)
+    assert found.text.startswith("0.weight, 0.bias, 1.weight, 1.bias differ at the end: step 3, or")
+
+
+def test_gradients_of_a_shard_are_named(tmp_path: Path) -> None:
+    """Where input and output of all shards are equal."""
+    folders = [
+        recorded(tmp_path / f"{world}{change}", world, change, gradients_every=1)
+        for world, change in ((1, ""), (3, "loss"), (2, "rate"))
+    ]
+    found = compare_runs(*folders[:2])
+    assert (found.round, found.shard) == (2, 5)
+    assert set(found.names) >= {"0.weight", "1.weight", "1.bias"}
+    assert "step 2, shard 5: its gradients of" in found.text
+    found = compare_runs(folders[0], folders[2])
+    assert found.round == 3
+    assert "the gradients of each shard of step 2 are equal" in found.text
+
+
+GRADIENT_CASES = ["embedding", "unused", "weighted", "copies", "torch's views", "clamped", "synced"]
+
+
+def train_cases(folders: dict[str, str]) -> dict[str, str]:
+    """Train; return what each case ends with."""
+    found = {}
+    for name, folder in folders.items():
+        os.environ["PACELINE_RUN_DIR"] = folder
+        found[name] = trainings.train(trainings.CASES[name], 2)
+    return found
+
+
+def test_gradients_are_each_shards_own(tmp_path: Path) -> None:
+    """At any number of ranks; and to look at them changes no bit."""
+    expected = run_ranks(1, trainings.train_all, GRADIENT_CASES, 2, ["c10d"])[0]
+    runs = []
+    for world in (1, 3):
+        made = {n: RunFolder.create("a.py", tmp_path / f"{n}{world}").path for n in GRADIENT_CASES}
+        for told in run_ranks(world, train_cases, {n: str(path) for n, path in made.items()}):
+            assert list(told.values()) == list(expected.values())
+        runs.append(made)
+    for name, case in ((name, trainings.CASES[name]) for name in GRADIENT_CASES):
+        one, three = (read_run(made[name])[0] for made in runs)
+        assert one[0].gradients == three[0].gradients, name
+        assert sorted(one[0].gradients) == list(range(case.shards)), name
+        distinct = {tuple(each.values()) for each in one[0].gradients.values()}
+        assert len(distinct) > case.shards // 2, name
+        assert compare_runs(runs[0][name], runs[1][name]).is_equal, name
 
 
 def test_another_number_of_shards(reference: Path, tmp_path: Path) -> None:
@@ -150,8 +214,6 @@ def train_two(folder: str, change: str = "") -> None:
 
 
 def test_two_wrappers(tmp_path: Path) -> None:
-    from paceline.testing import run_ranks
-
     folders = []
     for world, change in ((1, ""), (3, ""), (2, "rate")):
         folders.append(RunFolder.create("train.py", tmp_path / f"{world}").path)
@@ -159,11 +221,11 @@ def test_two_wrappers(tmp_path: Path) -> None:
     assert (folders[0] / "rank0.1.checksums").stat().st_mode & 0o777 == 0o600
     found = compare_runs(*folders[:2])
     assert found.is_equal, found
-    assert found.text == "wrapper 1: equal: 4 steps, 0 to 3\nwrapper 2: equal: 4 steps, 0 to 3"
+    assert found.text == f"wrapper 1: {EQUAL}\nwrapper 2: {EQUAL}"
     found = compare_runs(folders[0], folders[2])
     assert not found.is_equal
-    assert found.round == 1
-    assert found.text.startswith("wrapper 1: 0.weight")
+    assert (found.round, found.shard) == (0, 0)  # through another discriminator
+    assert found.text.startswith("wrapper 1: step 0, shard 0: its gradients of")
     for path in folders[1].glob("rank*.1.checksums"):
         path.unlink()
     assert "has 2 wrappers with shards" in compare_runs(*folders[:2]).text

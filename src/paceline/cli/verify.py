@@ -14,6 +14,8 @@ from paceline.report.verify import VerifyResult, compare_checkpoints, compare_ru
 DESCRIPTION = """\
 Compare two runs of a training over shards, step by step, from the checksums in their run folders;
 or two checkpoints, bit for bit. Names the first step, and the parameters or the shard that differ.
+A step is one loop over shards: an update that accumulates has several. Optimizers' states are in
+checkpoints only; in runs one that differs shows in the parameters, one update later.
 The exit code is 0 if all is equal, 1 if something differs, and 2 if there is nothing to compare."""
 
 EXAMPLE = """\

@@ -16,6 +16,7 @@ from paceline import hooks
 from paceline.config import Shards
 from paceline.ddp.features.buffers import BufferSync
 from paceline.ddp.features.shard_buffers import ShardBuffers
+from paceline.ddp.features.shard_errors import refuses_nondeterminism
 from paceline.ddp.features.shard_meeting import ShardMeeting
 from paceline.ddp.features.shard_parameters import ParameterWatch
 from paceline.ddp.features.shard_record import ShardRecord
@@ -59,7 +60,7 @@ class ShardedTraining:
                 sums,
                 self.reducer,
                 ShardBuffers(self._buffer_sync),
-                ShardRecord(self.module, sums.policy.checksum_every, sums.policy.count),
+                ShardRecord(self.module, sums.policy),
                 ShardMeeting(self.module),
                 ParameterWatch(self._watched_parameters()),
             )
@@ -235,6 +236,6 @@ def pin_process(shards: Shards) -> None:
             "runs that are to be compared, to choose another number.",
             stacklevel=4,
         )
-    if shards.deterministic and not torch.are_deterministic_algorithms_enabled():
+    if shards.deterministic and not refuses_nondeterminism():
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -5,12 +5,15 @@ One JSON object in a line for each round (a step) of a training over shards. Wri
 torch. A process with several wrappers has a file for each: ``rank0.checksums`` of the first one,
 ``rank0.1.checksums`` of the second.
 
-    {"round": 12, "of": 8, "tensors": {"layer.weight": "9f.."}, "shards": {"3": ["5a..", "77.."]}}
+    {"round": 12, "of": 8, "tensors": {"layer.weight": "9f.."}, "shards": {"3": ["5a..", "77.."]},
+     "gradients": {"3": {"layer.weight": "21.."}}}
 
 ``of`` is the number of shards of all ranks. ``tensors`` are the parameters and buffers that the
 round begins with; one rank writes them. ``shards`` are those of this rank: a checksum of its
-micro-batch, and one of what the module made of it. A round that is done again, after a rank has
-died, has a second line, which counts.
+micro-batch, and one of what the module made of it. ``gradients`` are those of each shard by itself;
+few rounds have them. A round that is done again, after a rank has died, has a second line, which
+counts. The last line of the rank that writes tensors has no shards: it is the state at the end,
+under the number of the round that would have come next.
 
 [Note: bounded]
 A file has :data:`MAX_BYTES` at most. When it is full, every second of its rounds is dropped, and
@@ -48,12 +51,19 @@ class RoundChecksums:
         tensors: Checksums of parameters and buffers at its begin, by name.
         shards: For each shard, checksums of its micro-batch and of its output.
         count: How many shards there are; 0: that is not known.
+        gradients: For each shard, checksums of its own gradients by parameter.
     """
 
     round: int
     tensors: dict[str, str] = field(default_factory=dict)
     shards: dict[int, tuple[str, str]] = field(default_factory=dict)
     count: int = 0
+    gradients: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    @property
+    def is_end(self) -> bool:
+        """Whether no round has begun here: this is the state at the end of the run."""
+        return not self.shards
 
 
 class ChecksumWriter:
@@ -94,13 +104,14 @@ class ChecksumWriter:
                 "tensors": found.tensors,
                 "shards": {str(shard): list(pair) for shard, pair in found.shards.items()},
             }
+            | ({"gradients": found.gradients} if found.gradients else {})
         )
         try:
             descriptor = open_private(self.path, os.O_APPEND)
             with os.fdopen(descriptor, "a") as file:
                 file.write(line + "\n")
                 size = file.tell()
-            if size > self._limit:
+            if size > self._limit and not found.is_end:
                 self._thin_out(self.path)
         except OSError as error:
             logger.warning("checksums are not recorded any more: %s", error)
@@ -136,7 +147,12 @@ def read_file(path: Path) -> dict[int, RoundChecksums]:
             data = json.loads(line)
             shards = {int(k): (str(a), str(b)) for k, (a, b) in data["shards"].items()}
             tensors = {str(k): str(v) for k, v in data["tensors"].items()}
-            each = RoundChecksums(int(data["round"]), tensors, shards, _count(data.get("of", 0)))
+            gradients = {
+                int(shard): {str(k): str(v) for k, v in named.items()}
+                for shard, named in data.get("gradients", {}).items()
+            }
+            count = _count(data.get("of", 0))
+            each = RoundChecksums(int(data["round"]), tensors, shards, count, gradients)
         except (*MAKES_NO_SENSE, AttributeError) as error:
             raise RecordsError(f"{path}, line {number + 1} is no record of checksums") from error
         found[each.round] = each
@@ -164,6 +180,7 @@ def read_run(folder: Path) -> list[dict[int, RoundChecksums]]:
             into = rounds.setdefault(number, RoundChecksums(number, count=each.count))
             into.tensors.update(each.tensors)
             into.shards.update(each.shards)
+            into.gradients.update(each.gradients)
     if not any(wrappers.values()):
         raise RecordsError(
             f"{folder} has no checksums: a training over shards (docs/same-bits.md) writes them "

@@ -68,15 +68,20 @@ def _compare_rounds(left: Rounds, right: Rounds, names: tuple[str, str]) -> Veri
             f"other {_span(right)}"
         )
     for number in common:
-        found = _compare_round(left[number], right[number], names)
+        before = left.get(number - 1), right.get(number - 1)
+        found = _compare_round(left[number], right[number], names, before)
         if found is not None:
             return found
-    text = f"equal: {len(common)} steps, {_span(common)}"
-    only = sorted(set(left) ^ set(right))
+    steps = [number for number in common if not (left[number].is_end or right[number].is_end)]
+    text = f"equal: {len(steps)} steps, {_span(steps)}" if steps else "equal: no step"
+    if common[-1:] != steps[-1:]:
+        text += ", and what the last one has made"
+    both = {**left, **right}
+    only = [number for number in set(left) ^ set(right) if not both[number].is_end]
     if only:
         text += f"; {len(only)} steps are recorded in one of the two only"
     for name, rounds in zip(names, (left, right), strict=True):
-        text += _incomplete(name, [rounds[number] for number in common])
+        text += _incomplete(name, [rounds[number] for number in steps])
     return VerifyResult(True, text)
 
 
@@ -92,8 +97,12 @@ def _incomplete(name: str, rounds: Sequence[RoundChecksums]) -> str:
     return text
 
 
+Before = tuple[RoundChecksums | None, RoundChecksums | None]
+"""What both runs have recorded of the step before."""
+
+
 def _compare_round(
-    left: RoundChecksums, right: RoundChecksums, runs: tuple[str, str]
+    left: RoundChecksums, right: RoundChecksums, runs: tuple[str, str], before: Before
 ) -> VerifyResult | None:
     if left.count and right.count and left.count != right.count:
         text = (
@@ -104,10 +113,8 @@ def _compare_round(
     names = tuple(_different(left.tensors, right.tensors))
     number = left.round
     if names:
-        # What a round begins with is what the one before has made.
-        before = f"step {number - 1}, or its update," if number else "the start"
-        named = listed(names, MAX_NAMES)
-        text = f"{named} differ at the start of step {number}: {before} made them so"
+        where = "at the end" if left.is_end and right.is_end else f"at the start of step {number}"
+        text = f"{listed(names, MAX_NAMES)} differ {where}: {_cause(number, before)}"
         return VerifyResult(False, text, number, None, names)
     for shard in sorted(set(left.shards) & set(right.shards)):
         mine, theirs = left.shards[shard], right.shards[shard]
@@ -118,7 +125,33 @@ def _compare_round(
                 "up to there"
             )
             return VerifyResult(False, text, number, shard)
+        names = tuple(_different(left.gradients.get(shard, {}), right.gradients.get(shard, {})))
+        if names:
+            text = (
+                f"step {number}, shard {shard}: its gradients of {listed(names, MAX_NAMES)} "
+                "differ; its input and output are equal"
+            )
+            return VerifyResult(False, text, number, shard, names)
     return None
+
+
+def _cause(number: int, before: Before) -> str:
+    """What a round begins with is what the one before has made: say what of it."""
+    if not number:
+        return "the start made them so"
+    if all(each is not None and _has_gradients(each) for each in before):
+        return (
+            f"the gradients of each shard of step {number - 1} are equal, so what came after them "
+            "made them so: clipping, the optimizer, its learning rate, or the sum over shards"
+        )
+    return (
+        f"step {number - 1}, or its update, made them so. To learn the shard, train both again "
+        "with paceline.Shards(..., checksum_gradients_every=1)"
+    )
+
+
+def _has_gradients(found: RoundChecksums) -> bool:
+    return bool(found.count) and len(found.gradients) == found.count
 
 
 def compare_checkpoints(left: Path, right: Path) -> VerifyResult:

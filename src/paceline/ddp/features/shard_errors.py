@@ -23,10 +23,11 @@ def check_begin(policy: Shards, rank: int, *, syncs: bool) -> None:
             "torch.set_num_threads alone, or give DistributedDataParallel "
             f"shards=paceline.Shards({policy.count}, threads={threads})."
         )
-    if policy.deterministic and not torch.are_deterministic_algorithms_enabled():
+    if policy.deterministic and not refuses_nondeterminism():
         raise ConfigurationError(
-            f"Rank {rank}: torch.use_deterministic_algorithms has been switched off, so operations "
-            "that may give other bits each time would run without a word. Leave it on, or give "
+            f"Rank {rank}: torch.use_deterministic_algorithms has been switched off, or only warns "
+            "(warn_only=True), so operations may run that give other bits each time. Leave it on, "
+            "or give "
             f"DistributedDataParallel shards=paceline.Shards({policy.count}, deterministic=False)."
         )
     if not syncs:
@@ -35,6 +36,12 @@ def check_begin(policy: Shards, rank: int, *, syncs: bool) -> None:
             "reduced, and is added to the gradients that are there: to accumulate, run several "
             "rounds before optimizer.step()."
         )
+
+
+def refuses_nondeterminism() -> bool:
+    """Whether torch raises where an operation has no deterministic implementation."""
+    is_on = torch.are_deterministic_algorithms_enabled()
+    return is_on and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def check_cast(found: torch.dtype | None, *, has_sparse: bool) -> None:

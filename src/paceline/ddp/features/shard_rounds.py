@@ -97,8 +97,7 @@ class ShardRounds:
         self._token: object | None = None
         self._ddp: weakref.ref[TorchDDP] | None = None
         self._before: Gradients = []
-        self._has_buffers = True
-        self._owes_buffers = False
+        self._has_buffers, self._owes_buffers = True, False
         self._begun_at = -1
         self._position = 0
         self._forwards: Counter[int] = Counter()
@@ -232,6 +231,7 @@ class ShardRounds:
                 "function that run_shards calls runs a forward and its backward."
             )
         self._check_shard(shard)
+        self._record.take_gradients(shard, self._reducer.parameters, place.gradients)
         self._buffers.add(place.changed)
         return place.gradients
 
@@ -260,14 +260,14 @@ class ShardRounds:
         self._begun_at = self._reducer.counters.steps
         self._staying = None
         self._own = OwnStreams()
+        turns = self._meeting.is_needed
+        self._record.open(self.round, self._reducer.rank, () if turns else self._reducer.parameters)
         self._sums.has_hooks = see_accumulated(self.parameters)
         self._sums.open()
         self._forwards.clear()
         self._watch.open()
-        same = self._meeting.buffer_names if self._meeting.is_needed else ()
-        self._buffers.open(self._sums.shares, without=same)
+        self._buffers.open(self.shares, without=self._meeting.buffer_names if turns else ())
         self._has_buffers = True
-        self._record.open(self.round, self._reducer.rank)
 
     def settle(self) -> None:
         """End a round whose step is good: give all ranks its buffers. Collective, if it is owed.
@@ -293,6 +293,7 @@ class ShardRounds:
             self._own.put_back()
             self._own = None
         self._sums.close()
+        self._record.leave()
         self._take_buffers()
         if is_good:
             add_gradients(self.parameters, before)
@@ -329,8 +330,7 @@ class ShardRounds:
             return
         self._has_buffers = True
         self._reducer.end_shard()
-        parameters = self._reducer.parameters
-        policy = self._reducer.runner.context.policy
+        parameters, policy = self._reducer.parameters, self._reducer.runner.context.policy
         self._staying = None
         if not self._has_sparse and self._sums.stays(node, len(parameters), policy):
             self._staying = node
