@@ -6,18 +6,26 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 import paceline
 from paceline.observe.run_folder import RUN_DIR
 from tests.shards.drawn import Drawn
 from tests.shards.models import Small
-from tests.shards.trainings import CASES, MATRIX, Case, Data, adamw, digest, run_round
+from tests.shards.trainings import (
+    CASES,
+    LONG,
+    Case,
+    Data,
+    adamw,
+    digest,
+    make_schedule,
+    run_round,
+)
 
 ELASTIC = (
     CASES
-    | MATRIX
+    | LONG
     | {
         "cnn with dropout": Case(
             lambda: nn.Sequential(Small(), nn.Dropout(0.2)),
@@ -37,7 +45,7 @@ class Training:
         self.model = case.model()
         self.ddp = case.wrap(self.model, transport)
         self.optimizers = case.optimizers(self.model)
-        self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.9) for o in self.optimizers]
+        self.schedulers = [make_schedule(each) for each in self.optimizers]
         data = Data(case.shards * case.micro * 4)
         self.loader = paceline.ShardLoader(data, self.ddp, case.micro, seed=4)
 

@@ -56,6 +56,31 @@ class Drawn:
         return [getattr(torch.optim, self.optimizer)(model.parameters(), lr=0.05)]
 
 
+class Convolution(nn.Module):
+    """Over the columns of a row, with two channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.unsqueeze(1)).mean(1)
+
+
+class Attention(nn.Module):
+    """Every column of a row looks at all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Linear(1, 4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.widen(x.unsqueeze(-1))
+        found: Tensor = self.attention(tokens, tokens, tokens, need_weights=False)[0]
+        return found.mean(-1)
+
+
 class Model(nn.Module):
     """Some layers in a row."""
 
@@ -73,6 +98,10 @@ class Model(nn.Module):
                 made.append(paceline.nn.SyncBatchNorm(width))
             elif kind == "words":
                 made.append(nn.Embedding(30, width, sparse=True))
+            elif kind == "conv":
+                made.append(Convolution())
+            elif kind == "attention":
+                made.append(Attention())
             else:
                 made.append(nn.Dropout(0.2))
         self.layers = nn.ModuleList(made)
@@ -95,13 +124,17 @@ class Model(nn.Module):
 @st.composite
 def trainings(draw: st.DrawFn, least: int = 1) -> Drawn:
     """Draw one with so many shards at least."""
-    kinds = st.sampled_from(["linear", "norm", "sync", "dropout", "words", "maybe"])
+    kinds = st.sampled_from(
+        ["linear", "norm", "sync", "dropout", "words", "maybe", "conv", "attention"]
+    )
+    layers = tuple(draw(st.lists(kinds, min_size=1, max_size=4)))
+    adaptive = "Adagrad" if "words" in layers else "AdamW"  # which refuses sparse gradients
     return Drawn(
         shards=draw(st.integers(least, 9)),
-        layers=tuple(draw(st.lists(kinds, min_size=1, max_size=4))),
+        layers=layers,
         micro=draw(st.integers(2, 3)),
         cap=draw(st.sampled_from([0.0001, 0.001, 25.0])),
-        optimizer=draw(st.sampled_from(["SGD", "Adagrad"])),
+        optimizer=draw(st.sampled_from(["SGD", adaptive])),
         rounds=draw(st.integers(1, 2)),
         is_weighted=draw(st.booleans()),
         transport=draw(st.sampled_from(["auto", "c10d"])),

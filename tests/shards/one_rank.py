@@ -6,11 +6,13 @@ import functools
 import os
 
 from paceline.testing import run_ranks
-from tests.shards.trainings import MATRIX, train_all
+from tests.shards.trainings import LONG, MATRIX, train_all
 
 IS_LONG = bool(os.environ.get("PACELINE_LONG"))
 MATRIX_NAMES = tuple(MATRIX)
-MATRIX_STEPS = 1000 if IS_LONG else 40
+MATRIX_STEPS = 40
+LONG_NAMES = tuple(LONG)
+LONG_STEPS = 1000 if IS_LONG else 40
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from paceline.report.verify import compare_runs
 from paceline.testing import run_ranks
 from tests.elastic import jobs
 from tests.shards import alone
-from tests.shards.one_rank import IS_LONG, MATRIX_NAMES
+from tests.shards.one_rank import IS_LONG, LONG_NAMES
 
 STEPS = 24
 Fault = tuple[str, int, int]
@@ -98,12 +98,10 @@ def test_resizes(tmp_path: Path) -> None:
     assert worlds[-2:] == [4, 3], worlds  # perhaps 3 in between: those that join need not meet
 
 
-FOUR = ("mlp", "cnn", "transformer", "embedding")
-LONG_JOBS = [(name, 2, [4, 3], "auto") for name in FOUR]
-if IS_LONG:  # every kind of training; more ranks, and one alone; over gloo
-    LONG_JOBS += [(name, 2, [4, 3], "auto") for name in MATRIX_NAMES]
-    LONG_JOBS += [(name, 4, [8, 1], "auto") for name in FOUR]
-    LONG_JOBS += [(name, 3, [1, 4], "c10d") for name in FOUR]
+LONG_JOBS = [(name, 2, [4, 3], "auto") for name in LONG_NAMES]
+if IS_LONG:  # more ranks, and one alone; over gloo
+    LONG_JOBS += [(name, 4, [8, 1], "auto") for name in LONG_NAMES]
+    LONG_JOBS += [(name, 3, [1, 4], "c10d") for name in LONG_NAMES]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.testing.hosts import hosts_unavailable_reason, run_on_hosts, test_hosts
-from tests.shards.one_rank import MATRIX_NAMES, MATRIX_STEPS, on_one_rank
+from tests.shards.one_rank import LONG_NAMES, LONG_STEPS, on_one_rank
 from tests.shards.trainings import train_all
 
 test_hosts.__test__ = False  # type: ignore[attr-defined]
@@ -19,11 +19,11 @@ def test_uneven_hosts(ranks: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(6000)
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(hosts_unavailable_reason() is not None, reason=str(hosts_unavailable_reason()))
-def test_matrix() -> None:
+def test_a_thousand_steps() -> None:
     """As ``test_long.py``."""
-    compare_with_one_rank([2, 1], MATRIX_NAMES, MATRIX_STEPS)
+    compare_with_one_rank([2, 1], LONG_NAMES, LONG_STEPS)
 
 
 def compare_with_one_rank(ranks: list[int], names: tuple[str, ...], steps: int) -> None:

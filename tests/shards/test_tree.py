@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.shards.sums import PartStack, add_into
-from paceline.shards.tree import Shares, Tree, owned_shards, split
+from paceline.shards.tree import Node, Shares, Tree, owned_shards, split
 
 counts = st.integers(1, 70)
 
@@ -70,6 +72,43 @@ def test_a_rank_holds_few_sets(shards: int) -> None:
     assert len(stack) == 1
     assert most <= max(1, shards.bit_length())
     assert stack.value(0)[0] == shards
+
+
+def most_sets_above_accumulation(shares: Shares, *, is_preset: bool) -> int:
+    """The most sets of gradients that a rank holds in a round, its buckets aside; less one.
+
+    As the loop over shards does it: with presets, the first of two siblings stays in place, and
+    autograd adds the second one.
+    """
+    tree, owned, stack, most = shares.tree, shares.owned, PartStack(shares.tree), 0
+    staying: Node | None = None
+    for shard in owned:
+        node = (staying[0] if staying else shard, shard + 1)
+        if is_preset and stack.completes(node) and node not in tree.halves:
+            node = (stack.pop()[0][0], shard + 1)
+        most = max(most, len(stack) + 1)
+        following = (shard + 1, shard + 2)
+        has_sibling = tree.are_siblings(node, following) and following[0] in owned
+        staying = node if is_preset and has_sibling and node not in tree.halves else None
+        if staying is None and shard != owned[-1]:
+            stack.push(node, [None])
+    return most - 1
+
+
+@pytest.mark.parametrize(("is_preset", "least"), [(True, 50), (False, 20)])
+def test_sets_of_gradients_as_the_docs_say(is_preset: bool, least: int) -> None:
+    """At most log2(V / N) + 1 for small V, and where ranks own whole subtrees; else 2 log2."""
+    exceeding = set()
+    for shards in range(1, 104):
+        for world in range(1, min(shards, 8) + 1):
+            ranks = [Shares(shards, rank, world) for rank in range(world)]
+            found = max(most_sets_above_accumulation(each, is_preset=is_preset) for each in ranks)
+            largest = -(-shards // world)
+            if found > math.log2(shards / world) + 1:
+                exceeding.add(shards)
+                assert any(len(parts) > 1 for parts in ranks[0].parts), (shards, world)
+            assert found <= max(1, 2 * math.log2(largest)), (shards, world)
+    assert min(exceeding) == least
 
 
 def test_nothing_counts_as_zero() -> None:

@@ -188,6 +188,28 @@ MATRIX = {
 """Every kind of model with every kind of training."""
 
 
+def both(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """SGD for the first half of the parameters, an embedding among them; AdamW for the rest."""
+    parameters = list(model.parameters())
+    middle = len(parameters) // 2
+    return [
+        torch.optim.SGD(parameters[:middle], lr=0.05, momentum=0.9),
+        torch.optim.AdamW(parameters[middle:], lr=1e-2),
+    ]
+
+
+LONG = {
+    f"long {name}": Case(make, both, _SMALL_BUCKETS, accumulate=2, decays=True)
+    for name, (make, _, _) in _MATRIX_MODELS.items()
+}
+"""Every kind of model, each with all kinds of training at once."""
+
+
+def make_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """One that begins again and again: a rate that falls for ever would end the training."""
+    return torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 7)
+
+
 class Data(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Samples with augmentation that draws from all three sources of randomness."""
 
@@ -229,7 +251,7 @@ def train(case: Case, steps: int, *, transport: str = "auto", **loading: Any) ->
     model = case.model()
     ddp = case.wrap(model, transport)
     optimizers = case.optimizers(model)
-    schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.9) for each in optimizers]
+    schedules = [make_schedule(each) for each in optimizers]
     data = Data(case.shards * case.micro * 4, broken=5 if case.breaks >= 0 else -1)
     loader = paceline.ShardLoader(data, ddp, case.micro, seed=4, **loading)
     done = epoch = 0
@@ -251,6 +273,7 @@ def train(case: Case, steps: int, *, transport: str = "auto", **loading: Any) ->
                 break
         epoch += 1
     assert ddp.shard_round == done
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
     if case.breaks >= 0:
         assert ddp.skipped_steps > 0
     return digest(model, optimizers)
@@ -273,7 +296,7 @@ def run_shard(case: Case, ddp: Any, shard: int, x: Tensor, y: Tensor) -> None:
 
 def train_all(names: list[str], steps: int, transports: list[str]) -> dict[str, str]:
     """Train all cases, one after the other, over all transports."""
-    cases = CASES | MATRIX
+    cases = CASES | MATRIX | LONG
     return {
         f"{name} over {transport}": train(cases[name], steps, transport=transport)
         for name in names
