@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.table import needs
+from tests.required import needs
 
 pytestmark = [needs("accelerate"), pytest.mark.slow]
 DEADLINE_S = 280

@@ -18,15 +18,15 @@ from tests.integrations.table import (
     Side,
     Table,
     check,
-    check_our_group,
-    needs,
+    check_backends,
     torchrun_variables,
 )
 from tests.integrations.workload import Averages
+from tests.required import needs
 
 pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-table = Table()
+table = Table(on_gloo_only=["compiled"])
 VOCABULARY = 64
 
 
@@ -63,6 +63,22 @@ def gpt() -> Any:
         eos_token_id=0,
     )
     return GPT2LMHeadModel(config)
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
 
 
 @functools.cache
@@ -102,6 +118,8 @@ def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
 
     reset()
     callbacks = options.pop("callbacks", [])
+    kind = options.pop("kind", None) or side.choose(transformers.Trainer, Trainer)
+    arguments = options.pop("arguments", transformers.TrainingArguments)
     data = options.pop("data", None) or Sequences()
     settings = {
         "output_dir": side.folder,
@@ -118,9 +136,9 @@ def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
         **options,
     }
     recorder = recorder_class()()
-    made = side.choose(transformers.Trainer, Trainer)(
+    made = kind(
         model=model or gpt(),
-        args=transformers.TrainingArguments(**settings),
+        args=arguments(**settings),
         train_dataset=data,
         eval_dataset=Sequences(20),
         callbacks=[recorder, *callbacks],
@@ -171,6 +189,33 @@ def gradient_checkpointing(side: Side) -> Curve:
 def reentrant_checkpointing(side: Side) -> Curve:
     options = {"use_reentrant": True}
     return train(side, gradient_checkpointing=True, gradient_checkpointing_kwargs=options)
+
+
+@table
+def seq2seq(side: Side) -> Curve:
+    """Seq2SeqTrainer, which generates when it evaluates: the scores are of what it generated."""
+    import transformers
+
+    from paceline.integrations.transformers import Seq2SeqTrainer
+
+    def score(predictions: Any) -> dict[str, float]:
+        tokens = torch.from_numpy(predictions.predictions).double()
+        return {"tokens": (tokens * torch.arange(1.0, tokens.shape[1] + 1)).sum().item()}
+
+    made, recorder = trainer(
+        side,
+        t5(),
+        kind=side.choose(transformers.Seq2SeqTrainer, Seq2SeqTrainer),
+        arguments=transformers.Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=12,
+        eval_strategy="epoch",
+    )
+    made.compute_metrics = score
+    made.train()
+    scores = [entry["eval_tokens"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(scores) == 2
+    return Curve(made.model_wrapped, recorder.losses, recorder.norms + recorder.scores + scores)
 
 
 @table
@@ -304,8 +349,8 @@ def test_feature(name: str, told: dict[str, list[Any]]) -> None:
     check(told[name])
 
 
-def test_on_our_group(told: dict[str, list[Any]]) -> None:
-    check_our_group(told)
+def test_on_both_backends(told: dict[str, list[Any]]) -> None:
+    check_backends(table, told)
 
 
 def refused() -> str:
