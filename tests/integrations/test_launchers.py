@@ -95,6 +95,19 @@ class TestSlurm:
                 )
             )
 
+    def test_srun(self, tmp_path: Path) -> None:
+        """Without a batch script; MASTER_PORT is all that one sets besides ranks."""
+        ranks = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+        command = ["srun", "--ntasks=2", "--ntasks-per-node=2", "bash", "-c"]
+        command += [f'{ranks} exec "$@"', "rank", sys.executable, str(KNOWS_TORCH_ONLY)]
+        with slurm_cluster.cluster(tmp_path) as env:
+
+            def run(patch: str) -> Job:
+                own = {**env, **torchrun_variables(), "PACELINE_PATCH": patch}
+                return self.run(own, tmp_path, *command)
+
+            check_losses_are_torchs(run)
+
     @needs("lightning")
     def test_srun_of_lightning(self, tmp_path: Path) -> None:
         """Lightning asks Slurm itself who it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.testing import run_ranks
+from tests.integrations.language import VOCABULARY, Sequences, gpt, t5
 from tests.integrations.table import (
     RANKS,
     Curve,
@@ -19,6 +21,7 @@ from tests.integrations.table import (
     Table,
     check,
     check_backends,
+    outcome,
     torchrun_variables,
 )
 from tests.integrations.workload import Averages
@@ -27,58 +30,6 @@ from tests.required import needs
 pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 table = Table(on_gloo_only=["compiled"])
-VOCABULARY = 64
-
-
-class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Counting sequences: something a tiny language model learns within some steps."""
-
-    def __init__(self, samples: int = 48, *, is_ragged: bool = False) -> None:
-        generator = torch.Generator().manual_seed(5)
-        starts = torch.randint(VOCABULARY, (samples, 1), generator=generator)
-        self.tokens = (starts + torch.arange(12)) % VOCABULARY
-        self.labels = self.tokens.clone()
-        if is_ragged:  # the loss leaves out what is -100
-            lengths = torch.randint(2, 12, (samples, 1), generator=generator)
-            self.labels[torch.arange(12) >= lengths] = -100
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
-
-
-def gpt() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def t5() -> Any:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)
 
 
 @functools.cache
@@ -231,6 +182,11 @@ def find_unused_parameters(side: Side) -> Curve:
 
 
 @table
+def static_graph(side: Side) -> Curve:
+    return train(side, ddp_static_graph=True)
+
+
+@table
 def no_unused_parameters(side: Side) -> Curve:
     return train(side, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1)
 
@@ -372,30 +328,26 @@ def test_their_arguments_refuse_our_backend(tmp_path: Path) -> None:
         assert "paceline" in said
 
 
-def own_group() -> tuple[str, list[float]]:
-    """Our TrainingArguments make a group of our backend; theirs refuse it by name."""
-    from paceline.integrations.transformers import Trainer, TrainingArguments
+def own_groups(folder: str) -> dict[str, Any]:
+    """Our TrainingArguments make the group: of our backend, unless told otherwise."""
+    from paceline.integrations.transformers import TrainingArguments
 
-    recorder = recorder_class()()
-    args = TrainingArguments(
-        output_dir=os.environ["OUTPUT_DIR"],
-        use_cpu=True,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    made = Trainer(gpt(), args, train_dataset=Sequences(), callbacks=[recorder])
-    made.train()
-    backend = dist.get_backend()
-    dist.destroy_process_group()
-    return backend, recorder.losses
+    def made_by_arguments(side: Side) -> Curve:
+        return train(side, arguments=TrainingArguments, ddp_backend=backend)
+
+    told = {}
+    for backend in (None, "paceline", "gloo"):
+        told[str(backend)] = outcome(made_by_arguments, True, os.path.join(folder, str(backend)))
+        gc.collect()  # the wrapper of the group that ends
+        dist.destroy_process_group()
+    return told
 
 
-def test_own_group(tmp_path: Path) -> None:
-    env = {**torchrun_variables(), "OUTPUT_DIR": str(tmp_path)}
-    told = run_ranks(RANKS, own_group, init=False, env=env, timeout_s=240)
-    assert [backend for backend, _ in told] == ["paceline", "paceline"]
-    assert len(told[0][1]) == 3
+def test_own_groups(tmp_path: Path, told: dict[str, list[Any]]) -> None:
+    """With ``ddp_backend="paceline"``, which theirs refuse, and without: the same losses."""
+    env = torchrun_variables()
+    found = run_ranks(RANKS, own_groups, str(tmp_path), init=False, env=env, timeout_s=280)
+    for name, backend in {"None": "paceline", "paceline": "paceline", "gloo": "gloo"}.items():
+        both = [[plain[0], rank[name]] for plain, rank in zip(told["plain"], found, strict=True)]
+        check(both)
+        assert [ours["backend"] for _, ours in both] == [backend, backend]
