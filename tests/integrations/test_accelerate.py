@@ -265,7 +265,6 @@ def scheduler_and_tracker(side: Side) -> Curve:
         accelerator.log({"loss": losses[-1].item()}, step=number)
         scheduler.step()
         rates.append(scheduler.get_last_lr()[0])
-    accelerator.end_training()
     assert len(tracker.logged) == (1 + 2 * len(losses) if accelerator.is_main_process else 0)
     return Curve(model, losses, rates + tracker.logged)
 
