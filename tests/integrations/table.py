@@ -180,4 +180,5 @@ def check_backends(table: Table, told: dict[str, list[Any]]) -> None:
     for name, ranks in told.items():
         wanted = ["gloo", "gloo", *([] if name in table.on_gloo_only else [BACKEND_NAME])]
         for digests in ranks:
+            assert not any(isinstance(digest, str) for digest in digests), name
             assert [digest["backend"] for digest in digests] == wanted, name
