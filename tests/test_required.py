@@ -37,11 +37,12 @@ def outcome(folder: Path, required: str) -> str:
     """What pytest says of these tests."""
     (folder / "test_it.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = lacks(reason)\n")
+    quick = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     options = ["-p", "tests.required", "-p", "no:cacheprovider", "-q", "--tb=line"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, "test_it.py"],
         cwd=folder,
-        env={**os.environ, VARIABLE: required, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, **quick, VARIABLE: required, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     ).stdout

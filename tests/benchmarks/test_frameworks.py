@@ -14,8 +14,10 @@ from benchmarks.frameworks import FRAMEWORKS
 from tests.required import needs
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 880
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(DEADLINE_S + 20),
     *map(needs, sorted({framework.package for framework in FRAMEWORKS.values()})),
 ]
 
@@ -30,6 +32,7 @@ def test_each_is_measured(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
+        timeout=DEADLINE_S,
     )
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
     found = json.loads(numbers.read_text())

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,8 +30,13 @@ from paceline.torch_private.modules import TorchDDP
 RANKS = 2
 OUR_GROUP = "on our group"
 
-
-DEADLINE_S = 280
+DEADLINE_S = 580
+"""For all features of a file; it only ends a hang, and pytest's own is a little later."""
+TABLE_MARKS = [
+    pytest.mark.slow,
+    pytest.mark.timeout(DEADLINE_S + 20),
+    pytest.mark.filterwarnings("default"),
+]
 
 
 @dataclass

@@ -17,6 +17,7 @@ import paceline
 from paceline.testing import run_ranks
 from tests.integrations.table import (
     RANKS,
+    TABLE_MARKS,
     Curve,
     Side,
     Table,
@@ -27,7 +28,7 @@ from tests.integrations.table import (
 from tests.integrations.workload import Averages, dataset, make
 from tests.required import needs
 
-pytestmark = [needs("accelerate"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("accelerate"), *TABLE_MARKS]
 
 table = Table(on_gloo_only=["compiled"])
 

@@ -10,11 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from tests.integrations.table import Curve, Side, Table, check, check_backends
+from tests.integrations.table import (
+    TABLE_MARKS,
+    Curve,
+    Side,
+    Table,
+    check,
+    check_backends,
+)
 from tests.integrations.workload import Averages, dataset, make
 from tests.required import needs
 
-pytestmark = [needs("lightning"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("lightning"), *TABLE_MARKS]
 
 table = Table(on_gloo_only=["compiled", "compiled_by_inductor"])
 

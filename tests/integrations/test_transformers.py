@@ -15,7 +15,9 @@ import torch.distributed as dist
 from paceline.testing import run_ranks
 from tests.integrations.language import VOCABULARY, Sequences, gpt, t5
 from tests.integrations.table import (
+    DEADLINE_S,
     RANKS,
+    TABLE_MARKS,
     Curve,
     Side,
     Table,
@@ -27,7 +29,7 @@ from tests.integrations.table import (
 from tests.integrations.workload import Averages
 from tests.required import needs
 
-pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("transformers"), *TABLE_MARKS]
 
 table = Table(on_gloo_only=["compiled"])
 
@@ -346,7 +348,7 @@ def own_groups(folder: str) -> dict[str, Any]:
 def test_own_groups(tmp_path: Path, told: dict[str, list[Any]]) -> None:
     """With ``ddp_backend="paceline"``, which theirs refuse, and without: the same losses."""
     env = torchrun_variables()
-    found = run_ranks(RANKS, own_groups, str(tmp_path), init=False, env=env, timeout_s=280)
+    found = run_ranks(RANKS, own_groups, str(tmp_path), init=False, env=env, timeout_s=DEADLINE_S)
     for name, backend in {"None": "paceline", "paceline": "paceline", "gloo": "gloo"}.items():
         both = [[plain[0], rank[name]] for plain, rank in zip(told["plain"], found, strict=True)]
         check(both)
