@@ -96,20 +96,24 @@ clean: ## remove the environment, caches and build output
 	rm -f src/paceline/native/_native*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(call debian,program,packages,tests): install what tests need, as root on Debian; else they skip.
+# $(call absent,what,packages,tests): say that tests will be skipped, or fail if PACELINE_REQUIRE names it.
+absent = { echo "$(2) could not be installed: $(3) will be skipped"; \
+  case ",$$PACELINE_REQUIRE," in *",$(1),"*) echo "PACELINE_REQUIRE names $(1)" >&2; false;; esac; }
+
+# $(call debian,program,packages,tests,what): install what tests need, as root on Debian; else they skip.
 debian = command -v $(1) >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
   || { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $(2); } \
-  || echo "$(2) could not be installed: $(3) will be skipped"
+  || $(call absent,$(4),$(2),$(3))
 
 iproute2:
-	@$(call debian,tc,iproute2,tests on several hosts)
+	@$(call debian,tc,iproute2,tests on several hosts,hosts)
 
 chromium:
-	@$(call debian,chromium,chromium,tests of the page of paceline report)
+	@$(call debian,chromium,chromium,tests of the page of paceline report,chromium)
 
 launchers:
-	@$(call debian,slurmctld,slurm-wlm munge,tests under Slurm)
-	@$(call debian,mpirun,openmpi-bin,tests under mpirun)
+	@$(call debian,slurmctld,slurm-wlm munge,tests under Slurm,slurm)
+	@$(call debian,mpirun,openmpi-bin,tests under mpirun,mpirun)
 
 # Who else all-reduces in `paceline bench allreduce`. DeepSpeed has a folder of its own: the frameworks
 # would find it, and change.
@@ -145,10 +149,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(INSTALL) ".[dev]"
 	@touch $@ $(VENV)/.installed-demo $(VENV)/.installed-docs
 
-# Lightning, Accelerate, Transformers, Ray: 0.7 GB, half a minute where the network is good.
+# Lightning, Accelerate, Transformers, Ray: 0.7 GB, half a minute where the network is good. If one
+# cannot be had, the others are installed without it.
 $(VENV)/.installed-frameworks: $(VENV)/.installed-dev
 	$(INSTALL) ".[frameworks,wheel]" && touch $@ \
-	  || echo "the frameworks could not be installed: their tests will be skipped"
+	  || { for extra in lightning accelerate transformers ray beside wheel; do \
+	         $(INSTALL) ".[$$extra]" || echo "$$extra could not be installed"; done; \
+	       $(call absent,frameworks,all frameworks,tests of those that are missing); }
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python compiler
 	$(INSTALL) ".[docs,ps,testing]"

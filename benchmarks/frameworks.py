@@ -18,6 +18,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.cli.bench.harness.estimates import Blocks, p50, ratio
-from paceline.cli.bench.harness.options import describe, positive
+from paceline.cli.bench.harness.options import describe, one_of, positive
+from paceline.cli.bench.harness.report import write_json
 from paceline.testing import run_ranks
 
 WIDTH, BATCH = 1024, 16
@@ -207,6 +210,9 @@ def ray_train(is_ours: bool) -> Run:
 
 def measure_in_ray(rounds: int, steps: int) -> tuple[Blocks, Blocks]:
     """Run a job of two workers on gloo; return the times of the first, theirs and ours."""
+    # Niceness is 15 by default: everything else would go first.
+    quick = {"RAY_worker_niceness": "0", "RAY_TRAIN_V2_ENABLED": "1"}
+    os.environ.update({**quick, "RAY_USAGE_STATS_ENABLED": "0"})
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -234,11 +240,33 @@ def measure_in_ray(rounds: int, steps: int) -> tuple[Blocks, Blocks]:
     return theirs, ours
 
 
-FRAMEWORKS: dict[str, tuple[Callable[[bool], Run], str]] = {
-    "Lightning Fabric": (fabric, "lightning"),
-    "Lightning Trainer": (trainer, "lightning"),
-    "Accelerate": (accelerate, "accelerate"),
-    "Transformers Trainer": (transformers, "transformers"),
+def measure_on_ranks(make: Callable[[bool], Run], rounds: int, steps: int) -> tuple[Blocks, Blocks]:
+    """Start two ranks; return the times of the first, theirs and ours."""
+    found = run_ranks(2, measure, make, rounds, steps, timeout_s=600, env=_variables())
+    return found[0][False], found[0][True]
+
+
+Measure = Callable[[int, int], tuple[Blocks, Blocks]]
+"""Takes rounds and the steps of a round; returns the times of both, theirs first."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A line of the table."""
+
+    title: str
+    package: str
+    measure: Measure
+
+
+FRAMEWORKS = {
+    "fabric": Framework("Lightning Fabric", "lightning", partial(measure_on_ranks, fabric)),
+    "trainer": Framework("Lightning Trainer", "lightning", partial(measure_on_ranks, trainer)),
+    "accelerate": Framework("Accelerate", "accelerate", partial(measure_on_ranks, accelerate)),
+    "transformers": Framework(
+        "Transformers Trainer", "transformers", partial(measure_on_ranks, transformers)
+    ),
+    "ray": Framework("Ray Train", "ray", measure_in_ray),
 }
 
 
@@ -256,33 +284,35 @@ def measure(make: Callable[[bool], Run], rounds: int, steps: int) -> dict[bool, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    describe(parser, "python -m benchmarks frameworks --rounds 3")
+    describe(parser, "python -m benchmarks frameworks --rounds 3 --only accelerate,ray")
     parser.add_argument("--rounds", type=positive, default=9, help="default: 9")
     parser.add_argument("--steps", type=positive, default=12, help="of a round; default: 12")
+    parser.add_argument(
+        "--only",
+        type=one_of(list(FRAMEWORKS)),
+        default=list(FRAMEWORKS),
+        metavar="NAME,...",
+        help=f"default: {','.join(FRAMEWORKS)}",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure every framework that is installed."""
     print(f"{'':22}{'torch DDP':>12}{'Paceline':>12}  theirs / ours")
-    for name, (make, package) in FRAMEWORKS.items():
-        if importlib.util.find_spec(package) is None:
-            print(f"{name:22} {package} is not installed")
+    results = {}
+    for name in args.only:
+        framework = FRAMEWORKS[name]
+        if importlib.util.find_spec(framework.package) is None:
+            print(f"{framework.title:22} {framework.package} is not installed")
             continue
-        found = run_ranks(
-            2, measure, make, args.rounds, args.steps, timeout_s=600, env=_variables()
-        )
-        show(name, found[0][False], found[0][True])
-    if importlib.util.find_spec("ray") is None:
-        print(f"{'Ray Train':22} ray is not installed")
-    else:
-        show("Ray Train", *measure_in_ray(args.rounds, args.steps))
+        theirs, ours = framework.measure(args.rounds, args.steps)
+        found = ratio(theirs, ours)
+        times = f"{p50(theirs):9.1f} ms{p50(ours):9.1f} ms"
+        print(f"{framework.title:22}{times}  {found}", flush=True)
+        results[name] = {"theirs_ms": theirs, "ours_ms": ours, "ratio": asdict(found)}
+    write_json(args.json, results)
     return 0
-
-
-def show(name: str, theirs: Blocks, ours: Blocks) -> None:
-    """Print a line of the table."""
-    found = ratio(theirs, ours)
-    print(f"{name:22}{p50(theirs):9.1f} ms{p50(ours):9.1f} ms  {found}", flush=True)
 
 
 def _variables() -> dict[str, str]:

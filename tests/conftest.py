@@ -26,6 +26,10 @@ import pytest
 from paceline.launch import fork_server
 from paceline.testing.ranks import warm_up
 from tests.examples import examples
+from tests.required import pytest_runtest_setup
+
+# Hooks that live elsewhere.
+__all__ = ["pytest_runtest_setup"]
 
 # What is slow to disappear gets this long before it counts as left behind.
 PATIENCE_S = 30.0

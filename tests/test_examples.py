@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.required import missing_framework, skip
 from tests.script_job import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -97,8 +97,8 @@ def test_same_bits_at_any_number_of_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORK)
 def test_of_a_framework(name: str) -> None:
-    if importlib.util.find_spec(FRAMEWORK[name]) is None:
-        pytest.skip(f"{FRAMEWORK[name]} is not installed")
+    if missing := missing_framework(FRAMEWORK[name]):
+        skip("frameworks", missing)
     check(name, run(*([] if name in STARTS_RANKS else LAUNCHER), str(EXAMPLES / name)))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.cli.launched import ROOT, launch
+from tests.required import missing_framework, needs, skip
 from tests.test_examples import EXPECTED, FRAMEWORK, check
 
 pytestmark = pytest.mark.slow
@@ -17,8 +17,8 @@ EXAMPLES = [name for name in EXPECTED if name != "ray_train.py"]  # Ray starts i
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example(name: str, tmp_path: Path) -> None:
-    if name in FRAMEWORK and importlib.util.find_spec(FRAMEWORK[name]) is None:
-        pytest.skip(f"needs the Python package {FRAMEWORK[name]}")
+    if name in FRAMEWORK and (missing := missing_framework(FRAMEWORK[name])):
+        skip("frameworks", missing)
     done = launch("-n", "2", "--tee", "0", str(ROOT / "examples" / name), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     check(name, done.stdout)
@@ -121,9 +121,8 @@ accelerator.end_training()
 """
 
 
+@needs("accelerate")
 def test_accelerate(tmp_path: Path) -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        pytest.skip("needs the Python package accelerate")
     (tmp_path / "train.py").write_text(ACCELERATE)
     done = launch("-n", "2", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

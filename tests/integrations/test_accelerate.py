@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -16,19 +17,20 @@ import paceline
 from paceline.testing import run_ranks
 from tests.integrations.table import (
     RANKS,
+    TABLE_MARKS,
     Curve,
     Side,
     Table,
     check,
-    check_our_group,
-    needs,
+    check_backends,
     torchrun_variables,
 )
 from tests.integrations.workload import Averages, dataset, make
+from tests.required import needs
 
-pytestmark = [needs("accelerate"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("accelerate"), *TABLE_MARKS]
 
-table = Table()
+table = Table(on_gloo_only=["compiled"])
 
 
 def start(side: Side, **options: Any) -> Any:
@@ -226,18 +228,46 @@ def averages_ema_and_swa(side: Side) -> Curve:
     return Curve(model, losses, averages.parameters())
 
 
+@functools.cache
+def tracker_class() -> Any:
+    from accelerate.tracking import GeneralTracker
+
+    class Tracker(GeneralTracker):  # type: ignore[misc]
+        """Keeps what is logged; Accelerate asks it on the first rank only."""
+
+        name = "kept"
+        requires_logging_directory = False
+        tracker: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[float] = []
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            self.logged.append(values["lr"])
+
+        def log(self, values: dict[str, float], step: int | None = None, **_: Any) -> None:
+            self.logged += [float(step or 0), values["loss"]]
+
+    return Tracker
+
+
 @table
 def scheduler_and_tracker(side: Side) -> Curve:
-    accelerator = start(side)
+    tracker = tracker_class()()
+    accelerator = start(side, log_with=tracker)
+    accelerator.init_trackers("run", config={"lr": 0.01})
     model, optimizer, loader = prepared(accelerator, make())
     inner = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, step_size=2, gamma=0.5)
     scheduler = accelerator.prepare(inner)
     losses, rates = [], []
-    for x, y in loader:
+    for number, (x, y) in enumerate(loader):
         losses.append(step(accelerator, model, optimizer, x, y))
+        accelerator.log({"loss": losses[-1].item()}, step=number)
         scheduler.step()
         rates.append(scheduler.get_last_lr()[0])
-    return Curve(model, losses, rates)
+    assert len(tracker.logged) == (1 + 2 * len(losses) if accelerator.is_main_process else 0)
+    return Curve(model, losses, rates + tracker.logged)
 
 
 @table
@@ -273,8 +303,8 @@ def test_feature(name: str, told: dict[str, list[Any]]) -> None:
     check(told[name])
 
 
-def test_on_our_group(told: dict[str, list[Any]]) -> None:
-    check_our_group(told)
+def test_on_both_backends(told: dict[str, list[Any]]) -> None:
+    check_backends(table, told)
 
 
 def own() -> dict[str, Any]:

@@ -10,19 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from tests.integrations.table import Curve, Side, Table, check, check_our_group, needs
+from tests.integrations.table import (
+    TABLE_MARKS,
+    Curve,
+    Side,
+    Table,
+    check,
+    check_backends,
+)
 from tests.integrations.workload import Averages, dataset, make
+from tests.required import needs
 
-pytestmark = [needs("lightning"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("lightning"), *TABLE_MARKS]
 
-table = Table()
+table = Table(on_gloo_only=["compiled", "compiled_by_inductor"])
 
 
-def start(side: Side, suffix: str = "", **options: Any) -> Any:
+def start(side: Side, suffix: str = "", *, strategy: Any = None, **options: Any) -> Any:
     from lightning.fabric import Fabric
 
-    name = side.choose("ddp", "paceline") + suffix
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=name, **options)
+    strategy = strategy or side.choose("ddp", "paceline") + suffix
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, **options)
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
     return fabric
@@ -111,8 +119,10 @@ def gather_and_reduce(side: Side) -> Curve:
     losses = train(fabric, model, optimizer, epochs=1)
     gathered = fabric.all_gather(losses[-1].detach())
     mean = fabric.all_reduce(losses[-1].detach(), reduce_op="mean")
+    samples = torch.tensor([5 - 8 * fabric.global_rank, 2**40 + fabric.global_rank])
+    more = [gathered, mean, fabric.all_reduce(samples, reduce_op="mean")]
     fabric.barrier()
-    return Curve(model, losses, [gathered, mean, fabric.broadcast(float(losses[0]))])
+    return Curve(model, losses, [*more, fabric.broadcast(float(losses[0]))])
 
 
 @table
@@ -159,19 +169,39 @@ def find_unused_parameters(side: Side) -> Curve:
 
 
 @table
+def static_graph(side: Side) -> Curve:
+    from lightning.fabric.strategies import DDPStrategy
+
+    from paceline.integrations.lightning import FabricDDPStrategy
+
+    kind = side.choose(DDPStrategy, FabricDDPStrategy)
+    fabric = start(side, strategy=kind(static_graph=True))
+    model, optimizer = prepared(fabric, make(checkpointed=True))
+    return Curve(model, train(fabric, model, optimizer))
+
+
+@table
 def gradient_checkpointing(side: Side) -> Curve:
     fabric = start(side)
     model, optimizer = prepared(fabric, make(checkpointed=True))
     return Curve(model, train(fabric, model, optimizer))
 
 
-@table
-def compiled(side: Side) -> Curve:
+def train_compiled(side: Side, backend: str) -> Curve:
     torch._dynamo.reset()
     fabric = start(side)
-    module = torch.compile(make(), backend="aot_eager")
-    model, optimizer = prepared(fabric, module)
+    model, optimizer = prepared(fabric, torch.compile(make(), backend=backend))
     return Curve(model, train(fabric, model, optimizer, epochs=1))
+
+
+@table
+def compiled(side: Side) -> Curve:
+    return train_compiled(side, "aot_eager")
+
+
+@table
+def compiled_by_inductor(side: Side) -> Curve:
+    return train_compiled(side, "inductor")
 
 
 @table
@@ -179,6 +209,19 @@ def bf16_mixed(side: Side) -> Curve:
     fabric = start(side, precision="bf16-mixed")
     model, optimizer = prepared(fabric, make())
     return Curve(model, train(fabric, model, optimizer))
+
+
+@table
+def fp16_mixed(side: Side) -> Curve:
+    """On CPUs Lightning makes bf16 of ``precision="16-mixed"``; its plugin does as it is told."""
+    from lightning.fabric.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    fabric = start(side, plugins=MixedPrecision("16-mixed", "cpu", scaler))
+    model, optimizer = prepared(fabric, make())
+    losses = train(fabric, model, optimizer)
+    assert scaler.get_scale() < 2.0**20, "no step was left out"
+    return Curve(model, losses, [scaler.get_scale()])
 
 
 @table
@@ -223,6 +266,20 @@ def callbacks(side: Side) -> Curve:
 
 
 @table
+def schedule(side: Side) -> Curve:
+    fabric = start(side)
+    model, optimizer = prepared(fabric, make())
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+    losses, seen = [], []
+    for x, y in loader(fabric):
+        losses.append(step(fabric, model, optimizer, x, y))
+        rates.step()
+        seen.append(rates.get_last_lr()[0])
+    assert len(set(seen)) > 1
+    return Curve(model, losses, seen)
+
+
+@table
 def torchmetrics(side: Side) -> Curve:
     from torchmetrics.classification import MulticlassAccuracy
 
@@ -259,5 +316,5 @@ def test_feature(name: str, told: dict[str, list[Any]]) -> None:
     check(told[name])
 
 
-def test_on_our_group(told: dict[str, list[Any]]) -> None:
-    check_our_group(told)
+def test_on_both_backends(told: dict[str, list[Any]]) -> None:
+    check_backends(table, told)

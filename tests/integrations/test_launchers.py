@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.integrations import slurm_cluster
-from tests.integrations.table import needs, torchrun_variables
+from tests.integrations.table import torchrun_variables
+from tests.required import needs, skip_without
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KNOWS_TORCH_ONLY = Path(__file__).with_name("unedited.py")
@@ -45,7 +46,10 @@ def check_losses_are_torchs(run: Callable[[str], Job]) -> None:
     assert their_losses == our_losses
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Debian: openmpi-bin)")
+NO_MPIRUN = "" if shutil.which("mpirun") else "needs mpirun (Debian: openmpi-bin)"
+
+
+@skip_without("mpirun", NO_MPIRUN)
 class TestMpirun:
     def run(self, script: Path, **env: str) -> Job:
         ranks = "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE"
@@ -66,7 +70,7 @@ class TestMpirun:
 
 
 @pytest.mark.may_leave("children")  # slurmstepd ends a moment after its job
-@pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-")
+@skip_without("slurm", slurm_cluster.missing())
 class TestSlurm:
     def run(self, env: dict[str, str], folder: Path, *command: str) -> Job:
         env = {**env, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
@@ -90,6 +94,19 @@ class TestSlurm:
                     {**env, "PACELINE_PATCH": patch}, tmp_path, KNOWS_TORCH_ONLY
                 )
             )
+
+    def test_srun(self, tmp_path: Path) -> None:
+        """Without a batch script; MASTER_PORT is all that one sets besides ranks."""
+        ranks = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID"
+        command = ["srun", "--ntasks=2", "--ntasks-per-node=2", "bash", "-c"]
+        command += [f'{ranks} exec "$@"', "rank", sys.executable, str(KNOWS_TORCH_ONLY)]
+        with slurm_cluster.cluster(tmp_path) as env:
+
+            def run(patch: str) -> Job:
+                own = {**env, **torchrun_variables(), "PACELINE_PATCH": patch}
+                return self.run(own, tmp_path, *command)
+
+            check_losses_are_torchs(run)
 
     @needs("lightning")
     def test_srun_of_lightning(self, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from paceline.testing import run_ranks
-from tests.integrations.table import RANKS, needs, torchrun_variables
+from tests.integrations.table import RANKS, torchrun_variables
+from tests.required import needs
 
 pytestmark = [needs("lightning"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
 DEADLINE_S = 250

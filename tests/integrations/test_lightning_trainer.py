@@ -11,12 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from tests.integrations.table import Curve, Side, Table, check, check_our_group, needs
+from tests.integrations.table import (
+    TABLE_MARKS,
+    Curve,
+    Side,
+    Table,
+    check,
+    check_backends,
+)
 from tests.integrations.workload import dataset, make
+from tests.required import needs
 
-pytestmark = [needs("lightning"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("lightning"), *TABLE_MARKS]
 
-table = Table()
+table = Table(on_gloo_only=["compiled"])
 
 
 @functools.cache
@@ -141,6 +149,18 @@ def bf16_mixed(side: Side) -> Curve:
 
 
 @table
+def fp16_mixed(side: Side) -> Curve:
+    """On CPUs Lightning makes bf16 of ``precision="16-mixed"``; its plugin does as it is told."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    curve = fit(side, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert scaler.get_scale() < 2.0**20, "no step was left out"
+    curve.more.append(scaler.get_scale())
+    return curve
+
+
+@table
 def bf16_true(side: Side) -> Curve:
     return fit(side, precision="bf16-true")
 
@@ -258,6 +278,31 @@ def callbacks(side: Side) -> Curve:
 
 
 @table
+def schedule(side: Side) -> Curve:
+    """The rate falls with every batch; Lightning steps the scheduler, and a callback watches it."""
+    from lightning.pytorch.callbacks import Callback
+
+    class Scheduled(module_class()):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+            return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+    class Watches(Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.rates: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    watch = Watches()
+    curve = fit(side, Scheduled(), callbacks=[watch])
+    assert len(set(watch.rates)) > 1
+    curve.more += watch.rates
+    return curve
+
+
+@table
 def weight_averaging_swa(side: Side) -> Curve:
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -341,5 +386,5 @@ def test_feature(name: str, told: dict[str, list[Any]]) -> None:
     check(told[name])
 
 
-def test_on_our_group(told: dict[str, list[Any]]) -> None:
-    check_our_group(told)
+def test_on_both_backends(told: dict[str, list[Any]]) -> None:
+    check_backends(table, told)

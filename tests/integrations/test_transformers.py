@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -12,57 +13,25 @@ import torch
 import torch.distributed as dist
 
 from paceline.testing import run_ranks
+from tests.integrations.language import VOCABULARY, Sequences, gpt, t5
 from tests.integrations.table import (
+    DEADLINE_S,
     RANKS,
+    TABLE_MARKS,
     Curve,
     Side,
     Table,
     check,
-    check_our_group,
-    needs,
+    check_backends,
+    outcome,
     torchrun_variables,
 )
 from tests.integrations.workload import Averages
+from tests.required import needs
 
-pytestmark = [needs("transformers"), pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [needs("transformers"), *TABLE_MARKS]
 
-table = Table()
-VOCABULARY = 64
-
-
-class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Counting sequences: something a tiny language model learns within some steps."""
-
-    def __init__(self, samples: int = 48, *, is_ragged: bool = False) -> None:
-        generator = torch.Generator().manual_seed(5)
-        starts = torch.randint(VOCABULARY, (samples, 1), generator=generator)
-        self.tokens = (starts + torch.arange(12)) % VOCABULARY
-        self.labels = self.tokens.clone()
-        if is_ragged:  # the loss leaves out what is -100
-            lengths = torch.randint(2, 12, (samples, 1), generator=generator)
-            self.labels[torch.arange(12) >= lengths] = -100
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
-
-
-def gpt() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+table = Table(on_gloo_only=["compiled"])
 
 
 @functools.cache
@@ -102,6 +71,8 @@ def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
 
     reset()
     callbacks = options.pop("callbacks", [])
+    kind = options.pop("kind", None) or side.choose(transformers.Trainer, Trainer)
+    arguments = options.pop("arguments", transformers.TrainingArguments)
     data = options.pop("data", None) or Sequences()
     settings = {
         "output_dir": side.folder,
@@ -118,9 +89,9 @@ def trainer(side: Side, model: Any = None, **options: Any) -> tuple[Any, Any]:
         **options,
     }
     recorder = recorder_class()()
-    made = side.choose(transformers.Trainer, Trainer)(
+    made = kind(
         model=model or gpt(),
-        args=transformers.TrainingArguments(**settings),
+        args=arguments(**settings),
         train_dataset=data,
         eval_dataset=Sequences(20),
         callbacks=[recorder, *callbacks],
@@ -174,6 +145,33 @@ def reentrant_checkpointing(side: Side) -> Curve:
 
 
 @table
+def seq2seq(side: Side) -> Curve:
+    """Seq2SeqTrainer, which generates when it evaluates: the scores are of what it generated."""
+    import transformers
+
+    from paceline.integrations.transformers import Seq2SeqTrainer
+
+    def score(predictions: Any) -> dict[str, float]:
+        tokens = torch.from_numpy(predictions.predictions).double()
+        return {"tokens": (tokens * torch.arange(1.0, tokens.shape[1] + 1)).sum().item()}
+
+    made, recorder = trainer(
+        side,
+        t5(),
+        kind=side.choose(transformers.Seq2SeqTrainer, Seq2SeqTrainer),
+        arguments=transformers.Seq2SeqTrainingArguments,
+        predict_with_generate=True,
+        generation_max_length=12,
+        eval_strategy="epoch",
+    )
+    made.compute_metrics = score
+    made.train()
+    scores = [entry["eval_tokens"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(scores) == 2
+    return Curve(made.model_wrapped, recorder.losses, recorder.norms + recorder.scores + scores)
+
+
+@table
 def bf16(side: Side) -> Curve:
     return train(side, bf16=True)
 
@@ -183,6 +181,11 @@ def find_unused_parameters(side: Side) -> Curve:
     model = gpt()
     model.forgotten = torch.nn.Linear(2, 2)
     return train(side, model, ddp_find_unused_parameters=True)
+
+
+@table
+def static_graph(side: Side) -> Curve:
+    return train(side, ddp_static_graph=True)
 
 
 @table
@@ -304,8 +307,8 @@ def test_feature(name: str, told: dict[str, list[Any]]) -> None:
     check(told[name])
 
 
-def test_on_our_group(told: dict[str, list[Any]]) -> None:
-    check_our_group(told)
+def test_on_both_backends(told: dict[str, list[Any]]) -> None:
+    check_backends(table, told)
 
 
 def refused() -> str:
@@ -327,30 +330,26 @@ def test_their_arguments_refuse_our_backend(tmp_path: Path) -> None:
         assert "paceline" in said
 
 
-def own_group() -> tuple[str, list[float]]:
-    """Our TrainingArguments make a group of our backend; theirs refuse it by name."""
-    from paceline.integrations.transformers import Trainer, TrainingArguments
+def own_groups(folder: str) -> dict[str, Any]:
+    """Our TrainingArguments make the group: of our backend, unless told otherwise."""
+    from paceline.integrations.transformers import TrainingArguments
 
-    recorder = recorder_class()()
-    args = TrainingArguments(
-        output_dir=os.environ["OUTPUT_DIR"],
-        use_cpu=True,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    made = Trainer(gpt(), args, train_dataset=Sequences(), callbacks=[recorder])
-    made.train()
-    backend = dist.get_backend()
-    dist.destroy_process_group()
-    return backend, recorder.losses
+    def made_by_arguments(side: Side) -> Curve:
+        return train(side, arguments=TrainingArguments, ddp_backend=backend)
+
+    told = {}
+    for backend in (None, "paceline", "gloo"):
+        told[str(backend)] = outcome(made_by_arguments, True, os.path.join(folder, str(backend)))
+        gc.collect()  # the wrapper of the group that ends
+        dist.destroy_process_group()
+    return told
 
 
-def test_own_group(tmp_path: Path) -> None:
-    env = {**torchrun_variables(), "OUTPUT_DIR": str(tmp_path)}
-    told = run_ranks(RANKS, own_group, init=False, env=env, timeout_s=240)
-    assert [backend for backend, _ in told] == ["paceline", "paceline"]
-    assert len(told[0][1]) == 3
+def test_own_groups(tmp_path: Path, told: dict[str, list[Any]]) -> None:
+    """With ``ddp_backend="paceline"``, which theirs refuse, and without: the same losses."""
+    env = torchrun_variables()
+    found = run_ranks(RANKS, own_groups, str(tmp_path), init=False, env=env, timeout_s=DEADLINE_S)
+    for name, backend in {"None": "paceline", "paceline": "paceline", "gloo": "gloo"}.items():
+        both = [[plain[0], rank[name]] for plain, rank in zip(told["plain"], found, strict=True)]
+        check(both)
+        assert [ours["backend"] for _, ours in both] == [backend, backend]

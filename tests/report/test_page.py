@@ -20,8 +20,9 @@ from paceline.report.run import RunState
 from paceline.report.wording import duration, headline, percent
 from tests.report.browser import CHROMIUM, launched
 from tests.report.histories import START_NS, Delay, Job, make_run
+from tests.required import skip_without
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+needs_browser = skip_without("chromium", "" if CHROMIUM else "needs Debian's chromium")
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 JOB = Job(
     steps=120,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -59,19 +60,31 @@ def two_forwards_with_a_buffer(wrap: Wrap) -> Any:
     return is_close(gradients(model), wanted)
 
 
+def with_batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def real_and_fake(model: nn.Module, rank: int) -> torch.Tensor:
+    """A discriminator's loss: of two forwards; each changes the buffers."""
+    real, fake = model(batch(rank)), model(batch(rank + 10) * 3 + 1)
+    return F.softplus(-real).sum() + F.softplus(fake).pow(2).sum()
+
+
 def two_forwards_with_batch_norm(wrap: Wrap) -> Any:
-    model = wrap(seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))))
-    real, fake = model(mine()), model(mine() * 3)
-    (real.pow(2).sum() - fake.pow(3).sum()).backward()
-    return [g is not None for g in gradients(model)]
+    model = wrap(seeded(with_batch_norm))
+    for _ in range(2):
+        model.zero_grad()
+        real_and_fake(model, dist.get_rank()).backward()
+    return is_close(gradients(model), mean_over_ranks(real_and_fake, with_batch_norm))
 
 
 def batch_norm_in_eval_called_again(wrap: Wrap) -> Any:
-    model = wrap(seeded(lambda: nn.BatchNorm1d(3))).eval()
+    model = wrap(seeded(with_batch_norm)).eval()
     first = model(mine().requires_grad_()).pow(2).sum()
-    model(mine())
+    model(mine() * 3)
     first.backward()
-    return True
+    wanted = mean_over_ranks(lambda m, r: m.eval()(batch(r)).pow(2).sum(), with_batch_norm)
+    return is_close(gradients(model), wanted)
 
 
 # --- torch.autograd.grad, higher orders ---------------------------------------------------------
@@ -272,9 +285,13 @@ def unused_parameter(wrap: Wrap) -> Any:
 
 def output_without_loss(wrap: Wrap) -> Any:
     model = wrap(seeded(TwoOutputs), find_unused_parameters=True)
-    model(mine())[0].sum().backward()
-    model(mine())[0].sum().backward()
-    return True
+    for _ in range(2):
+        model.zero_grad()
+        model(mine())[0].pow(2).sum().backward()
+    wanted = mean_over_ranks(lambda m, r: m(batch(r))[0].pow(2).sum(), TwoOutputs)
+    *used, weight, bias = gradients(model)
+    is_left_alone = all(g is None or not g.any() for g in (weight, bias))
+    return is_left_alone and is_close(used, wanted[:2])
 
 
 def dataclass_output(wrap: Wrap) -> Any:
@@ -337,9 +354,11 @@ def sync_batch_norm_on_cpu(wrap: Wrap) -> Any:
 
     ours = wrap is paceline.DistributedDataParallel
     convert = (paceline.nn if ours else nn).SyncBatchNorm.convert_sync_batchnorm
-    model = wrap(convert(seeded(lambda: nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))))
-    model(mine()).pow(2).sum().backward()
-    return True
+    model = wrap(convert(seeded(with_batch_norm).double()))
+    model(mine().double()).pow(3).sum().backward()
+    one = seeded(with_batch_norm).double()
+    one(torch.cat([batch(0), batch(1)]).double()).pow(3).sum().div(2).backward()
+    return is_close(gradients(model), gradients(one))
 
 
 CASES: list[Callable[[Wrap], Any]] = [

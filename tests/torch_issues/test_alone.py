@@ -66,7 +66,7 @@ class TestBufferHookInJoin:
 
 
 class TestGraphsAndBuckets:
-    """108966, 141827."""
+    """108966."""
 
     @pytest.mark.slow
     def test_torchs_graphs_follow_the_buckets(self) -> None:

@@ -54,7 +54,7 @@ def shown() -> dict[str, list[dict[str, Shown]]]:
 # case: what torch's shows, what ours shows; both are patterns, on every rank.
 EXPECTED = {
     "two_forwards_with_a_buffer": (RIGHT, RIGHT),
-    "two_forwards_with_batch_norm": ("True, True, True, True", "True, True, True, True"),
+    "two_forwards_with_batch_norm": (RIGHT, RIGHT),
     "batch_norm_in_eval_called_again": (RIGHT, RIGHT),
     "gradient_penalty": (RIGHT, RIGHT),
     "grad_of_parameters": (WRONG, "AutogradGradError: Rank .* would get its own"),

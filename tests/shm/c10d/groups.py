@@ -11,8 +11,10 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining import ScheduleInterleaved1F1B as Interleaved
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PARTS = 4
+FUNCTIONAL = "_c10d_functional"
 
 
 def mine(*shape: int) -> torch.Tensor:
@@ -56,6 +58,54 @@ def functional_collectives_in_autograd(_: Path) -> Any:
         (result * mine(*result.shape)).sum().backward()
         found += [result.detach() + 0, ours.grad]
     return found
+
+
+def functional_operators(_: Path) -> Any:
+    """What the functions above do not call: in place, into given memory, messages."""
+    operators = torch.ops._c10d_functional
+    name, size = dist.group.WORLD.group_name, dist.get_world_size()
+    other, ours = 1 - dist.get_rank(), mine(2 * size, 3)
+    sent = operators.isend(ours, other, 0, name)
+    arrived = operators.irecv(torch.empty_like(ours), other, 0, name)
+    words, peers, tags = ["isend", "irecv"], [other, other], [1, 1]
+    batch = [2 * ours, torch.empty_like(ours)]
+    out = torch.empty(2 * size * size, 3)
+    part = torch.empty(2, 3)
+    results = [
+        sent,
+        arrived,
+        *operators.batch_p2p_ops(words, peers, tags, batch, name),
+        operators.all_reduce_(ours.clone(), "sum", name),
+        *operators.all_reduce_coalesced_([ours.clone(), 2 * ours], "max", name),
+        operators.broadcast_(ours.clone(), 1, name),
+        operators.all_gather_into_tensor_out(ours, size, name, out=out),
+        operators.reduce_scatter_tensor_out(ours, "sum", size, name, out=part),
+    ]
+    return [operators.wait_tensor(result) for result in results]
+
+
+class Called(TorchDispatchMode):
+    """Remembers the functional collectives that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == FUNCTIONAL:
+            self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def functional_operators_not_used(folder: Path) -> Any:
+    """Those of torch that none of these uses runs."""
+    with Called() as called:
+        functional_collectives(folder)
+        functional_operators(folder)
+    of_torch = {schema.name for schema in torch._C._jit_get_all_schemas()}
+    return sorted(name for name in of_torch - called.names if name.startswith(f"{FUNCTIONAL}::"))
 
 
 def collectives_of_nn(_: Path) -> Any:
@@ -205,6 +255,8 @@ def pipelines_interleaved(_: Path) -> Any:
 ON_TWO = [
     functional_collectives,
     functional_collectives_in_autograd,
+    functional_operators,
+    functional_operators_not_used,
     collectives_of_nn,
     objects,
     objects_from_one_to_another,

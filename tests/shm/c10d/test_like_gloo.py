@@ -46,6 +46,13 @@ def test_on_two_ranks(name: str, of_two: Results) -> None:
     check(name, of_two)
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="of the torch we pin")
+def test_all_functional_collectives_are_used(of_two: Results) -> None:
+    """What docs/shared-memory.md says."""
+    for rank in of_two["paceline"]:
+        assert rank["functional_operators_not_used"] == "[]"
+
+
 @pytest.mark.parametrize("name", [use.__name__ for use in ON_FOUR])
 def test_on_four_ranks(name: str, of_four: Results) -> None:
     check(name, of_four)

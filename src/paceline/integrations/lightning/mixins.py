@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.config import BACKEND_NAME
 from paceline.ddp import DistributedDataParallel
@@ -49,6 +50,17 @@ class _GroupMixin(Base):
         with self._construction_stream():
             return DistributedDataParallel(module, device_ids=device_ids, **self._ddp_kwargs)
 
+    def _reduce(self, reduce: Any, tensor: Any, group: Any, op: Any) -> Any:
+        """Divide a sum of integers, as Lightning does on gloo; on others it asks for ``AVG``.
+
+        torch's gloo and our backend refuse that for integers, and numbers of samples are some.
+        """
+        is_whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
+        if not is_whole or op not in ("mean", "avg") or not dist.is_initialized():
+            return reduce(tensor, group, op)
+        total = reduce(tensor, group, "sum")
+        return total.copy_(total / dist.get_world_size(group))
+
     def _construction_stream(self) -> AbstractContextManager[Any]:
         """As Lightning does: DDP's side streams must not wait for the default one."""
         if self.root_device.type != "cuda":
@@ -62,6 +74,10 @@ class FabricMixin(_GroupMixin):
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap the module."""
         return self._wrap(module)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks, in place."""
+        return self._reduce(super().all_reduce, tensor, group, reduce_op)
 
 
 class TrainerMixin(_GroupMixin):
@@ -81,6 +97,10 @@ class TrainerMixin(_GroupMixin):
         if is_torchs:
             self._layer_sync.apply = SyncBatchNorm.convert_sync_batchnorm
         super().setup(trainer)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over all ranks, in place."""
+        return self._reduce(super().reduce, tensor, group, reduce_op)
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         return self._wrap(model)
