@@ -106,7 +106,7 @@ def test_a_delay_is_not_divided_among_steps_that_had_none() -> None:
 
 
 def test_cpu_time_and_faults_are_divided_among_the_steps_that_they_are_from() -> None:
-    """Steps shorter than 20 ms: CPU time and faults are asked for in some of them."""
+    """Steps shorter than 50 ms: CPU time and faults are asked for in some of them."""
     records = make_run(Job(steps=6)).histories[0].steps
     asked = {1: (50 * MS, 0), 4: (90 * MS, 7)}
     counted = [

@@ -1,7 +1,7 @@
 """What the kernel says of this process: CPU time, page faults, time without a core, memory.
 
 Called by the recorder. CPU time and faults cost two microseconds, and ten in training, which leaves
-nothing of this in the caches: they are asked for every 20 ms, so in every step that is not shorter.
+nothing of this in the caches: they are asked for every 50 ms, so in every step that is not shorter.
 Threads without a core cost several microseconds *each*, and memory ten: they are asked for so
 seldom that it costs a two-thousandth of the time, at most. Must not know what the numbers are for.
 """
@@ -18,7 +18,7 @@ from paceline.observe.cpu_quota import find_cpu_stat, read_throttled_ns
 
 _SHARE_OF_TIME = 1 / 2000
 _MIN_PAUSE_S = 0.1
-_SAMPLE_EVERY_NS = 20_000_000
+_SAMPLE_EVERY_NS = 50_000_000
 _MEMORY_EVERY_S = 1.0
 _TASKS = Path("/proc/self/task")
 _STATM = Path("/proc/self/statm")

@@ -6,10 +6,10 @@ makes wrappers.
 
 [Note: when a record is written]
 Training leaves nothing of the recorder in the caches, so the first record that is written takes as
-long as ten that follow it. Steps that are over are therefore kept for 50 ms and written together,
+long as ten that follow it. Steps that are over are therefore kept for 100 ms and written together,
 with one status; at the end of the process at once, and at once if somebody listens. Only a forward
 writes, also one of an evaluation. So a process that is killed loses the steps that ended in the
-50 ms before its last forward, and the step that no forward has ended. What a rank does at this
+100 ms before its last forward, and the step that no forward has ended. What a rank does at this
 moment is never delayed: it is a word of its own (:meth:`Recorder.set_activity`).
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("paceline")
 _NEWEST_SHARE = 0.1
 """How much the newest step counts in the rates of the status."""
 
-_WRITE_EVERY_NS = 50_000_000
+_WRITE_EVERY_NS = 100_000_000
 """[Note: when a record is written]."""
 _LAST_RANK_EVERY_NS = 100_000_000
 _DETAIL_BYTES = STATUS.body_bytes - codec.STATUS_HEAD.size

@@ -84,7 +84,7 @@ class StepRecord:
         loss: As given to ``paceline.log(loss=...)``; NaN if it was not.
         samples: Of this rank in this step, as far as known; else 0.
         cpu_ns: CPU time of the whole process since it was last asked for; 0: it was not. It is, in
-            every step of 20 ms and more.
+            every step of 50 ms and more.
         run_delay_ns: How long its threads were ready to run and had no core, since it was last
             asked for; 0: it was not. 1 means none.
         major_faults: Pages that had to come from disk; asked for together with ``cpu_ns``.
