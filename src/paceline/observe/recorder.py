@@ -67,7 +67,7 @@ class Recorder:
         self.write_to(writer)
         self._owner = Owner()
         self._cpu_ns, self._faults = self.usage.cpu_ns, self.usage.major_faults
-        self._delay_ns = 0
+        self._delay_ns = self._stolen_ns = 0
         self._throttled_ns = self.usage.throttled_ns
         self._loss = math.nan
         self._duration = self._waited = self._samples = 0.0
@@ -172,7 +172,8 @@ class Recorder:
             cpu_ns, faults = step.cpu_ns - self._cpu_ns, step.major_faults - self._faults
             self._cpu_ns, self._faults = step.cpu_ns, step.major_faults
         delay_ns = usage.run_delay_ns - self._delay_ns
-        self._delay_ns = usage.run_delay_ns
+        stolen_ns = usage.stolen_ns - self._stolen_ns
+        self._delay_ns, self._stolen_ns = usage.run_delay_ns, usage.stolen_ns
         columns: tuple[Sequence[int], ...]
         columns = step.sizes, step.ready, step.reductions_began, step.reductions_ended
         count = len(step.sizes)
@@ -199,7 +200,7 @@ class Recorder:
             cpu_ns,
             delay_ns,
             faults,
-            0,
+            stolen_ns,
             *sizes,
             *ready,
             *began,

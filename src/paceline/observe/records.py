@@ -88,6 +88,8 @@ class StepRecord:
         run_delay_ns: How long its threads were ready to run and had no core, since it was last
             asked for; 0: it was not. 1 means none.
         major_faults: Pages that had to come from disk; asked for together with ``cpu_ns``.
+        stolen_ns: How long the hypervisor kept its cores, in the mean over those that it may use,
+            since it was last asked for; 0: it was not. It is about once a second. 1 means none.
         is_skipped: Left out by ``nonfinite="skip"``.
         is_joined: This rank had run out of inputs and only took part in the others' collectives
             (``join``).
@@ -110,6 +112,7 @@ class StepRecord:
     cpu_ns: int = 0
     run_delay_ns: int = 0
     major_faults: int = 0
+    stolen_ns: int = 0
     is_skipped: bool = False
     is_joined: bool = False
     numbers: tuple[tuple[str, float], ...] = ()

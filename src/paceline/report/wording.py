@@ -11,6 +11,7 @@ from paceline.report.stragglers import Pattern
 SHORT_CAUSES = {
     Cause.NO_CORE: "its threads wait for a core",
     Cause.THROTTLED: "its cgroup is out of CPU quota",
+    Cause.STOLEN: "the hypervisor takes its cores away",
     Cause.TOO_MANY_THREADS: "there are more threads than cores",
     Cause.PAGING: "pages come from disk",
     Cause.DATA_LOADER: "it waits for its data loader",
