@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cores import cpu_quota, find_cpu_stat, read_stolen_ns, read_throttled_ns
+from tests.system import cpu_cgroup
 
 V1 = "nr_periods 9\nnr_throttled 3\nthrottled_time 1234567\n"
 V2 = "usage_usec 5\nnr_periods 9\nnr_throttled 3\nthrottled_usec 1234\n"
@@ -79,7 +80,9 @@ BUSY = """
 import sys, time
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text("0")
+from paceline.cores import cpu_quota
 from paceline.observe.process_usage import ProcessUsage
+print(cpu_quota())
 usage = ProcessUsage()
 began = usage.throttled_ns
 while usage.throttled_ns == began:  # the test's deadline ends it if the kernel never throttles
@@ -91,16 +94,7 @@ print("throttled")
 
 @pytest.mark.slow
 def test_a_real_quota() -> None:
-    cpu = Path("/sys/fs/cgroup/cpu")
-    if os.getuid() != 0 or not (cpu / "cpu.cfs_quota_us").exists():
-        pytest.skip("needs root and the cpu controller of cgroups, version 1")
-    group = cpu / f"paceline-test-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "cpu.cfs_period_us").write_text("10000")
-        (group / "cpu.cfs_quota_us").write_text("2000")
+    with cpu_cgroup(quota_us=2_000, period_us=10_000) as group:
         command = [sys.executable, "-c", BUSY, str(group)]
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        assert found.stdout == "throttled\n"
-    finally:
-        group.rmdir()
+        assert found.stdout == "0.2\nthrottled\n"

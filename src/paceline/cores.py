@@ -33,6 +33,16 @@ def allowed_cores() -> int:
         return os.cpu_count() or 1
 
 
+def core_list() -> str:
+    """Which cores this process may run on, as the kernel lists them: ``0-3,8``; '' if unknown."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "Cpus_allowed_list":
+                return value.strip()
+    return ""
+
+
 # --- the quota of a cgroup -----------------------------------------------------------------------
 
 

@@ -36,6 +36,11 @@ def suspect(job: Job) -> Suspect:
             Cause.THROTTLED,
             "CPU quota",
         ),
+        (
+            Job(delays=(Delay(2, Phase.FORWARD, 50.0, faults=100),)),
+            Cause.PAGING,
+            "pages come from disk",
+        ),
         (Job(delays=(STOLEN,)), Cause.STOLEN, "the hypervisor gives its cores to other machines"),
         (
             Job(delays=(Delay(2, Phase.FORWARD, 50.0, faults=800),)),

@@ -155,7 +155,8 @@ class RankInfo:
         host: Its name.
         pid: Its process.
         threads: Intra-op threads when training began.
-        cores: CPUs that it may use.
+        cores: How many CPUs it may use.
+        core_list: Which, as the kernel lists them (``"0-3,8"``); empty if that is not known.
         transport: What gradients travel over, and why (``"shm"``, ``"c10d:gloo"``).
         wall_minus_monotonic_ns: What to add to a stamp to get nanoseconds since 1970.
         buckets: What each bucket holds.
@@ -172,6 +173,7 @@ class RankInfo:
     transport_reason: str
     wall_minus_monotonic_ns: int
     buckets: tuple[BucketInfo, ...] = ()
+    core_list: str = ""
 
 
 @dataclass(frozen=True)

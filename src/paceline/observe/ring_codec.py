@@ -206,6 +206,8 @@ def decode_info(body: bytes) -> RankInfo | None:
         return None
     fields: dict[str, Any] = {name: found[name] for name in numbers}
     fields |= {name: printable(found[name]) for name in texts}
+    if _has(found, str, ("core_list",)):
+        fields["core_list"] = printable(found["core_list"])
     return RankInfo(**fields)
 
 

@@ -19,6 +19,8 @@ from paceline.report.stragglers import Pattern, Straggler, costly_steps, worst_p
 
 # What a page from disk costs, at least: an SSD's read.
 FAULT_NS = 100_000
+# What it may cost where nothing else explains the lateness: a busy disk, or one in the network.
+SLOW_FAULT_NS = 1_000_000
 # The share of the lateness that a count must explain to be called its cause.
 EXPLAINS = 0.4
 # In so many of the worst steps the counts of a chronic straggler are looked at.
@@ -91,6 +93,8 @@ def diagnose(
         return Diagnosis(Cause.UNKNOWN, "the cause is not known", "no CPU times were recorded")
     if excess.explains(excess.cpu_ns):
         return _more_work(excess)
+    if excess.explains(excess.major_faults * SLOW_FAULT_NS) and excess.major_faults >= 1:
+        return _paging(excess)
     return Diagnosis(
         Cause.BLOCKED,
         "it neither computes nor waits for a core: it sleeps, or waits for a disk, a lock or "
@@ -186,8 +190,11 @@ class _HostLoad:
         mine = next(history for history in histories if history.info.rank == rank)
         here = [history.info for history in histories if history.info.host == mine.info.host]
         cores = max(info.cores for info in here)
-        if any(info.cores < cores for info in here):  # pinned to parts of the host
-            here, cores = [mine.info], mine.info.cores
+        # Pinned to parts of the host:
+        if any(info.cores < cores or info.core_list != mine.info.core_list for info in here):
+            pinned = mine.info.core_list or "unknown"
+            here = [info for info in here if info.core_list == pinned] or [mine.info]
+            cores = mine.info.cores
         throttled = any("throttl" in note.kind for note in mine.notes)
         return cls(len(here), sum(info.threads for info in here), cores, throttled)
 
@@ -202,8 +209,9 @@ def _no_core(excess: _Excess, host: _HostLoad) -> Diagnosis:
         return Diagnosis(Cause.THROTTLED, text, evidence)
     if 0 < host.cores < host.threads:
         remedy = "lower OMP_NUM_THREADS" if host.threads > host.ranks else "use fewer ranks"
+        cores = "core" if host.cores == 1 else "cores"
         text = (
-            f"its threads wait for a core: {host.threads} threads on {host.cores} cores; {remedy}"
+            f"its threads wait for a core: {host.threads} threads on {host.cores} {cores}; {remedy}"
         )
         return Diagnosis(Cause.TOO_MANY_THREADS, text, evidence)
     text = "its threads wait for a core: another process uses the CPU, or a cgroup limits it"

@@ -137,7 +137,8 @@ def _of_machines(analysis: Analysis) -> list[str]:
         here = _at_once([rank for rank in analysis.ranks if rank.host == host], analysis)
         cores = max((rank.cores for rank in here), default=0)
         threads = sum(rank.threads for rank in here)
-        shared = cores and all(rank.cores == cores for rank in here)
+        # Ranks that are pinned have cores of their own.
+        shared = cores and len({(rank.cores, rank.core_list) for rank in here}) == 1
         if shared and threads > cores:
             remedy = f"set OMP_NUM_THREADS={max(1, cores // len(here))}"
             if threads <= len(here):
