@@ -35,7 +35,7 @@ WIDTH = 100
 MIB = 1024 * 1024
 EXAMPLE = """\
 paceline demo
-paceline demo --ranks 3 --epochs 2"""
+paceline demo --ranks 3 --epochs 6"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
