@@ -28,6 +28,7 @@ LAYERS = (
     {
         "config",
         "containers",
+        "cores",
         "errors",
         "forks",
         "freed_memory",

@@ -83,11 +83,22 @@ def test_threads_are_cores_by_ranks(
     cores: int, ranks: int, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And never none. Cores are those that this process may use, for ``-n auto``, too."""
+    monkeypatch.setattr("paceline.cores.cpu_quota", lambda: None)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     assert job_environ(ranks, "run", {}, {})["OMP_NUM_THREADS"] == threads
     assert job_environ(ranks, "run", {}, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert _ranks("auto") == _ranks("cpu") == cores
+
+
+def test_threads_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container sees all cores of its host, and may use some."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("paceline.cores.cpu_quota", lambda: 4.5)
+    assert job_environ(2, "run", {}, {})["OMP_NUM_THREADS"] == "2"
+    assert _ranks("auto") == 4
+    monkeypatch.setattr("paceline.cores.cpu_quota", lambda: 0.5)
+    assert job_environ(2, "run", {}, {})["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_rank_of_an_elastic_job_may_start_a_job() -> None:

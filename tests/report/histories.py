@@ -45,6 +45,8 @@ class Delay:
     run_delay: float = 0.0
     """The share of the delay in which it has no core."""
     faults: int = 0
+    stolen: float = 0.0
+    """The share of the delay in which the hypervisor has its cores."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ def _finish(
         cpu_ns=counts * round((usual + sum(delay.ms * delay.cpu for delay in delays)) * MS),
         run_delay_ns=counts * round(sum(delay.ms * delay.run_delay for delay in delays) * MS),
         major_faults=sum(delay.faults for delay in delays),
+        stolen_ns=counts * max(1, round(sum(each.ms * each.stolen for each in delays) * MS)),
     )
     return record, ended
 

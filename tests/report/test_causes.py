@@ -16,6 +16,7 @@ from tests.report.histories import MS, Delay, Job, make_run
 
 CHECKPOINT = Delay(2, Phase.INPUT, 2000.0, steps=lambda step: step % 25 == 0)
 NO_CORE = Delay(2, Phase.BACKWARD, 50.0, run_delay=0.9)
+STOLEN = Delay(2, Phase.BACKWARD, 50.0, cpu=0.1, stolen=0.8)
 
 
 def suspect(job: Job) -> Suspect:
@@ -35,6 +36,12 @@ def suspect(job: Job) -> Suspect:
             Cause.THROTTLED,
             "CPU quota",
         ),
+        (
+            Job(delays=(Delay(2, Phase.FORWARD, 50.0, faults=100),)),
+            Cause.PAGING,
+            "pages come from disk",
+        ),
+        (Job(delays=(STOLEN,)), Cause.STOLEN, "the hypervisor gives its cores to other machines"),
         (
             Job(delays=(Delay(2, Phase.FORWARD, 50.0, faults=800),)),
             Cause.PAGING,
@@ -106,7 +113,7 @@ def test_a_delay_is_not_divided_among_steps_that_had_none() -> None:
 
 
 def test_cpu_time_and_faults_are_divided_among_the_steps_that_they_are_from() -> None:
-    """Steps shorter than 20 ms: CPU time and faults are asked for in some of them."""
+    """Steps shorter than 50 ms: CPU time and faults are asked for in some of them."""
     records = make_run(Job(steps=6)).histories[0].steps
     asked = {1: (50 * MS, 0), 4: (90 * MS, 7)}
     counted = [
@@ -127,6 +134,44 @@ def test_more_ranks_than_cores() -> None:
     assert found.culprit is not None
     assert "4 threads on 2 cores; use fewer ranks" in found.culprit.diagnosis.text
     assert any("they take turns; use fewer ranks" in text for text in warnings(found))
+
+
+def test_cores_are_stolen_from_all_ranks_of_a_host() -> None:
+    """Nobody has more of it than the others, but one of them was hit: more than in other steps."""
+    hit = STOLEN.ms * 20
+    late = Delay(2, Phase.BACKWARD, hit, steps=lambda step: step == 30)
+    run = make_run(Job(steps=60, delays=(late,)))
+    assert analyse(run).analysis.culprit.diagnosis.cause is Cause.BLOCKED  # type: ignore[union-attr]
+    histories = []
+    for history in run.histories:
+        steps = tuple(
+            replace(record, stolen_ns=round(0.7 * hit * MS) if record.step == 30 else 1)
+            for record in history.steps
+        )
+        histories.append(replace(history, steps=steps))
+    found = analyse(replace(run, histories=tuple(histories))).analysis.culprit
+    assert found is not None
+    assert found.diagnosis.cause is Cause.STOLEN
+    # The same all the time is what the host is like, and says nothing about this step.
+    always = [
+        replace(
+            history,
+            steps=tuple(replace(step, stolen_ns=step.duration_ns // 2) for step in history.steps),
+        )
+        for history in run.histories
+    ]
+    found = analyse(replace(run, histories=tuple(always))).analysis.culprit
+    assert found is not None
+    assert found.diagnosis.cause is Cause.BLOCKED
+
+
+@pytest.mark.parametrize("stalls", [7, 2])
+def test_rare_stalls_are_not_diluted(stalls: int) -> None:
+    """All ranks are late now and then, by little: that is no part of what the stalls say."""
+    delay = Delay(2, Phase.INPUT, 900.0, steps=lambda step: step % (1200 // stalls) == 50)
+    found = suspect(Job(steps=1200, jitter=0.05, delays=(delay,)))
+    late_ms = float(found.diagnosis.evidence.split()[0])
+    assert 850 < late_ms < 950
 
 
 def test_more_samples() -> None:

@@ -63,6 +63,16 @@ def test_trace_has_every_phase_and_bucket_of_every_step() -> None:
     assert named == {0, 1, 2, 3}
 
 
+def test_tracks_of_a_trace_are_of_one_rank() -> None:
+    """Perfetto knows a track by its number, and takes one that is a rank's for its main thread."""
+    owners: dict[object, set[object]] = {}
+    for event in trace_of(SLOW):
+        if "tid" in event:
+            owners.setdefault(event["tid"], set()).add(event["pid"])
+    assert all(len(ranks) == 1 for ranks in owners.values())
+    assert not owners.keys() & {rank for ranks in owners.values() for rank in ranks}
+
+
 def test_arrows_lead_from_the_last_rank_to_the_others() -> None:
     events = trace_of(SLOW)
     begins = {event["id"]: event for event in events if event["ph"] == "s"}

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from paceline.cli.bench.harness.options import describe, positive
 from paceline.cli.fork_server import start_fork_server
+from paceline.cores import usable_cores
 from paceline.errors import ConfigurationError
-from paceline.launch.environment import usable_cores
 
 if TYPE_CHECKING:
     from paceline.cli.demo_training import DemoNote, DemoOutcome, Digits
@@ -35,7 +35,7 @@ WIDTH = 100
 MIB = 1024 * 1024
 EXAMPLE = """\
 paceline demo
-paceline demo --ranks 3 --epochs 2"""
+paceline demo --ranks 3 --epochs 6"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cores import cpu_quota
 from paceline.memory.segment import check_segment, create_segment
 from paceline.printable import size_text
 
@@ -239,7 +240,7 @@ def check_limits() -> Finding:
 def check_cores() -> Finding:
     """Cores that this process may use, against threads that it would start."""
     cores = len(os.sched_getaffinity(0))
-    quota = _cpu_quota()
+    quota = cpu_quota()
     usable = min(cores, quota) if quota is not None else float(cores)
     threads = int(os.environ.get("OMP_NUM_THREADS") or 0)
     found = f"{cores} of {os.cpu_count()} cores"
@@ -254,14 +255,6 @@ def check_cores() -> Finding:
     if load > 1.5 * usable:
         return Finding("cores", Level.NOTE, found, "other programs use the cores: steps will vary")
     return Finding("cores", Level.OK, found)
-
-
-def _cpu_quota() -> float | None:
-    with contextlib.suppress(OSError, ValueError):
-        text = (_own_cgroup() / "cpu.max").read_text().split()
-        if text[0] != "max":
-            return int(text[0]) / int(text[1])
-    return None
 
 
 def check_clock() -> Finding:

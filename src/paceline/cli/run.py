@@ -15,10 +15,11 @@ from importlib import metadata
 
 from paceline.cli import elastic_options
 from paceline.config import TRANSPORT_VARIABLE
+from paceline.cores import usable_cores
 from paceline.elastic.job import ElasticJob
 from paceline.errors import ConfigurationError
 from paceline.launch.child import ForkServerError
-from paceline.launch.environment import PATCH, STALL_AFTER, usable_cores
+from paceline.launch.environment import PATCH, STALL_AFTER
 from paceline.launch.job import Job, JobPlan
 from paceline.launch.rendezvous import UNNUMBERED, Endpoint, JobHosts, is_local
 from paceline.launch.screen import Screen, make_table

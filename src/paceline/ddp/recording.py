@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.containers import tensors_in
+from paceline.cores import allowed_cores, core_list
 from paceline.ddp.autograd.optimizer_steps import observe_optimizers
 from paceline.ddp.reduce.reducer import Reducer
 from paceline.ddp.stall_probe import watch_for_stalls
@@ -53,7 +54,8 @@ def identify(transport_ref: weakref.ref[Transport]) -> RankInfo:
         host=host_name(),
         pid=os.getpid(),
         threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=allowed_cores(),
+        core_list=core_list(),
         transport=transport.name if transport else "",
         transport_reason=transport.reason if transport else "",
         wall_minus_monotonic_ns=time.time_ns() - time.perf_counter_ns(),

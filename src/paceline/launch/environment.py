@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.cores import usable_cores
 from paceline.launch.rendezvous import Endpoint
 
 PATCH = "PACELINE_PATCH"
@@ -72,11 +73,3 @@ def job_environ(
     found.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return {**found, **options, "PACELINE_RUN_DIR": run_dir}
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        return os.cpu_count() or 1

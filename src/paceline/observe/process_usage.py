@@ -1,7 +1,7 @@
 """What the kernel says of this process: CPU time, page faults, time without a core, memory.
 
 Called by the recorder. CPU time and faults cost two microseconds, and ten in training, which leaves
-nothing of this in the caches: they are asked for every 20 ms, so in every step that is not shorter.
+nothing of this in the caches: they are asked for every 50 ms, so in every step that is not shorter.
 Threads without a core cost several microseconds *each*, and memory ten: they are asked for so
 seldom that it costs a two-thousandth of the time, at most. Must not know what the numbers are for.
 """
@@ -14,11 +14,11 @@ import resource
 import time
 from pathlib import Path
 
-from paceline.observe.cpu_quota import find_cpu_stat, read_throttled_ns
+from paceline.cores import find_cpu_stat, read_stolen_ns, read_throttled_ns
 
 _SHARE_OF_TIME = 1 / 2000
 _MIN_PAUSE_S = 0.1
-_SAMPLE_EVERY_NS = 20_000_000
+_SAMPLE_EVERY_NS = 50_000_000
 _MEMORY_EVERY_S = 1.0
 _TASKS = Path("/proc/self/task")
 _STATM = Path("/proc/self/statm")
@@ -34,6 +34,8 @@ class ProcessUsage:
         run_delay_ns: How long threads were ready to run and had no core; from the last time it was
             asked for. It grows by 1 at least, each time.
         throttled_ns: How long its cgroup had no CPU quota left, not older than a second.
+        stolen_ns: How long the hypervisor kept its cores, in the mean over those that it may use;
+            not older than a second. It grows by 1 at least, each time that it is asked for.
         rss_bytes: Memory, not older than a second if somebody calls :meth:`refresh`.
     """
 
@@ -42,14 +44,16 @@ class ProcessUsage:
         self.major_faults = 0
         self.run_delay_ns = 0
         self.throttled_ns = 0
+        self.stolen_ns = 0
         self.rss_bytes = 0
         self._cpu_stat = find_cpu_stat()
+        self._stolen_before_ns = read_stolen_ns()
         self._delays_ns: dict[str, int] = {}
         self._next_sample_ns = 0
         self._next_s = self._next_delays_s = self._next_memory_s = 0.0
         self.sample(time.perf_counter_ns())
         self.refresh()
-        self.run_delay_ns = 0  # before this object was made
+        self.run_delay_ns = self.stolen_ns = 0  # before this object was made
 
     def sample(self, now_ns: int) -> bool:
         """Ask for what is cheap, if the last time was long enough ago; say whether it was."""
@@ -71,13 +75,21 @@ class ProcessUsage:
             took_s = time.monotonic() - now_s
             self._next_delays_s = now_s + max(_MIN_PAUSE_S, took_s / _SHARE_OF_TIME)
         if now_s >= self._next_memory_s:
-            self._next_memory_s = now_s + _MEMORY_EVERY_S
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                self.rss_bytes = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
-            if self._cpu_stat is not None:
-                self.throttled_ns = read_throttled_ns(self._cpu_stat)
+            began_s = time.monotonic()
+            self._read_now_and_then()
+            took_s = time.monotonic() - began_s
+            self._next_memory_s = now_s + max(_MEMORY_EVERY_S, took_s / _SHARE_OF_TIME)
         self._next_s = min(self._next_delays_s, self._next_memory_s)
         return True
+
+    def _read_now_and_then(self) -> None:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            self.rss_bytes = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+        if self._cpu_stat is not None:
+            self.throttled_ns = read_throttled_ns(self._cpu_stat)
+        stolen_ns = read_stolen_ns()
+        self.stolen_ns += max(1, stolen_ns - self._stolen_before_ns)
+        self._stolen_before_ns = stolen_ns
 
     def _read_delays(self) -> None:
         """Add what each thread was delayed; threads come and go, so the sum is not enough."""

@@ -6,10 +6,10 @@ makes wrappers.
 
 [Note: when a record is written]
 Training leaves nothing of the recorder in the caches, so the first record that is written takes as
-long as ten that follow it. Steps that are over are therefore kept for 50 ms and written together,
+long as ten that follow it. Steps that are over are therefore kept for 100 ms and written together,
 with one status; at the end of the process at once, and at once if somebody listens. Only a forward
 writes, also one of an evaluation. So a process that is killed loses the steps that ended in the
-50 ms before its last forward, and the step that no forward has ended. What a rank does at this
+100 ms before its last forward, and the step that no forward has ended. What a rank does at this
 moment is never delayed: it is a word of its own (:meth:`Recorder.set_activity`).
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger("paceline")
 _NEWEST_SHARE = 0.1
 """How much the newest step counts in the rates of the status."""
 
-_WRITE_EVERY_NS = 50_000_000
+_WRITE_EVERY_NS = 100_000_000
 """[Note: when a record is written]."""
 _LAST_RANK_EVERY_NS = 100_000_000
 _DETAIL_BYTES = STATUS.body_bytes - codec.STATUS_HEAD.size
@@ -67,7 +67,7 @@ class Recorder:
         self.write_to(writer)
         self._owner = Owner()
         self._cpu_ns, self._faults = self.usage.cpu_ns, self.usage.major_faults
-        self._delay_ns = 0
+        self._delay_ns = self._stolen_ns = 0
         self._throttled_ns = self.usage.throttled_ns
         self._loss = math.nan
         self._duration = self._waited = self._samples = 0.0
@@ -172,7 +172,8 @@ class Recorder:
             cpu_ns, faults = step.cpu_ns - self._cpu_ns, step.major_faults - self._faults
             self._cpu_ns, self._faults = step.cpu_ns, step.major_faults
         delay_ns = usage.run_delay_ns - self._delay_ns
-        self._delay_ns = usage.run_delay_ns
+        stolen_ns = usage.stolen_ns - self._stolen_ns
+        self._delay_ns, self._stolen_ns = usage.run_delay_ns, usage.stolen_ns
         columns: tuple[Sequence[int], ...]
         columns = step.sizes, step.ready, step.reductions_began, step.reductions_ended
         count = len(step.sizes)
@@ -199,7 +200,7 @@ class Recorder:
             cpu_ns,
             delay_ns,
             faults,
-            0,
+            stolen_ns,
             *sizes,
             *ready,
             *began,

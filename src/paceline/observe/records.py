@@ -84,10 +84,12 @@ class StepRecord:
         loss: As given to ``paceline.log(loss=...)``; NaN if it was not.
         samples: Of this rank in this step, as far as known; else 0.
         cpu_ns: CPU time of the whole process since it was last asked for; 0: it was not. It is, in
-            every step of 20 ms and more.
+            every step of 50 ms and more.
         run_delay_ns: How long its threads were ready to run and had no core, since it was last
             asked for; 0: it was not. 1 means none.
         major_faults: Pages that had to come from disk; asked for together with ``cpu_ns``.
+        stolen_ns: How long the hypervisor kept its cores, in the mean over those that it may use,
+            since it was last asked for; 0: it was not. It is about once a second. 1 means none.
         is_skipped: Left out by ``nonfinite="skip"``.
         is_joined: This rank had run out of inputs and only took part in the others' collectives
             (``join``).
@@ -110,6 +112,7 @@ class StepRecord:
     cpu_ns: int = 0
     run_delay_ns: int = 0
     major_faults: int = 0
+    stolen_ns: int = 0
     is_skipped: bool = False
     is_joined: bool = False
     numbers: tuple[tuple[str, float], ...] = ()
@@ -152,7 +155,8 @@ class RankInfo:
         host: Its name.
         pid: Its process.
         threads: Intra-op threads when training began.
-        cores: CPUs that it may use.
+        cores: How many CPUs it may use.
+        core_list: Which, as the kernel lists them (``"0-3,8"``); empty if that is not known.
         transport: What gradients travel over, and why (``"shm"``, ``"c10d:gloo"``).
         wall_minus_monotonic_ns: What to add to a stamp to get nanoseconds since 1970.
         buckets: What each bucket holds.
@@ -169,6 +173,7 @@ class RankInfo:
     transport_reason: str
     wall_minus_monotonic_ns: int
     buckets: tuple[BucketInfo, ...] = ()
+    core_list: str = ""
 
 
 @dataclass(frozen=True)

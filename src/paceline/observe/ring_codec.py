@@ -31,7 +31,7 @@ from paceline.observe.records import (
 from paceline.printable import printable
 
 STEP_HEAD = struct.Struct("<qIHBB8qd5q")
-"""step, wrapper, number of buckets, number of numbers, flags, _STEP_FIELDS, reserved."""
+"""step, wrapper, number of buckets, number of numbers, flags, _STEP_FIELDS."""
 
 _STEP_FIELDS = (
     "began_ns",
@@ -47,6 +47,7 @@ _STEP_FIELDS = (
     "cpu_ns",
     "run_delay_ns",
     "major_faults",
+    "stolen_ns",
 )
 
 _step_values = operator.attrgetter(*_STEP_FIELDS)
@@ -88,7 +89,6 @@ def encode_step(record: StepRecord) -> bytes:
         min(len(record.numbers), MAX_NUMBERS),
         flags,
         *_step_values(record),
-        0,
         *(each.bytes for each in buckets),
         *(each.ready_ns for each in buckets),
         *(each.began_ns for each in buckets),
@@ -120,7 +120,7 @@ def decode_step(body: bytes) -> StepRecord | None:
     if end > len(body):
         return None
     columns = struct.unpack_from(f"<{4 * count}q", body, STEP_HEAD.size)
-    fields: dict[str, Any] = dict(zip(_STEP_FIELDS, values, strict=False))
+    fields: dict[str, Any] = dict(zip(_STEP_FIELDS, values, strict=True))
     return StepRecord(
         step=step,
         wrapper=wrapper,
@@ -206,6 +206,8 @@ def decode_info(body: bytes) -> RankInfo | None:
         return None
     fields: dict[str, Any] = {name: found[name] for name in numbers}
     fields |= {name: printable(found[name]) for name in texts}
+    if _has(found, str, ("core_list",)):
+        fields["core_list"] = printable(found["core_list"])
     return RankInfo(**fields)
 
 

@@ -52,6 +52,7 @@ class RankTimes:
     pid: int
     threads: int
     cores: int
+    core_list: str
     steps: int
     own: dict[Phase, float]
     lost: float
@@ -226,6 +227,7 @@ def _rank_times(history: RankHistory, steps: Sequence[JobStep]) -> RankTimes:
         pid=info.pid,
         threads=info.threads,
         cores=info.cores,
+        core_list=info.core_list,
         steps=len(mine),
         own={phase: to_ms(sum(each.own_ns[phase] for each in mine) / count) for phase in PHASES},
         lost=to_ms(sum(each.lost_ns for each in mine) / count),

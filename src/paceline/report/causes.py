@@ -1,7 +1,8 @@
 """The likely cause of a rank's lateness, from what the kernel counted beside the stamps.
 
 A late rank had no core, computed more than the others, or did neither (it slept, or waited for a
-disk, a lock, a data loader). CPU time and run delay tell these apart. Called by analysis.py.
+disk, a lock, a data loader). CPU time, run delay and CPU steal tell these apart. Called by
+analysis.py.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from paceline.observe.records import RankHistory, StepRecord
 from paceline.report.numbers import median
 from paceline.report.phases import NS_PER_MS, Phase
 from paceline.report.steps import JobStep
-from paceline.report.stragglers import Pattern, Straggler, worst_phase
+from paceline.report.stragglers import Pattern, Straggler, costly_steps, worst_phase
 
 # What a page from disk costs, at least: an SSD's read.
 FAULT_NS = 100_000
+# What it may cost where nothing else explains the lateness: a busy disk, or one in the network.
+SLOW_FAULT_NS = 1_000_000
 # The share of the lateness that a count must explain to be called its cause.
 EXPLAINS = 0.4
-# In so many of the worst steps the counts are looked at.
+# In so many of the worst steps the counts of a chronic straggler are looked at.
 WORST_STEPS = 200
 
 
@@ -30,6 +33,7 @@ class Cause(enum.Enum):
     NONE = "none"
     NO_CORE = "no core"
     THROTTLED = "throttled"
+    STOLEN = "CPU steal"
     TOO_MANY_THREADS = "more threads than cores"
     PAGING = "paging"
     DATA_LOADER = "data loader"
@@ -50,12 +54,17 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class _Excess:
-    """What a rank had more of than the others, in the mean step in which it was late."""
+    """What a rank had more of than the others, in the mean step in which it was late.
+
+    Cores are stolen from all ranks of a host alike, so for ``stolen_ns`` its own other steps count,
+    too.
+    """
 
     late_ns: float
     cpu_ns: float
     run_delay_ns: float
     major_faults: float
+    stolen_ns: float
     samples_ratio: float
     has_counts: bool
 
@@ -67,12 +76,14 @@ def diagnose(
     straggler: Straggler, steps: Sequence[JobStep], histories: Sequence[RankHistory]
 ) -> Diagnosis:
     """Say why a rank makes the others wait."""
-    excess = _excess(straggler.rank, steps)
+    excess = _excess(straggler, steps)
     if excess is None:
         return Diagnosis(Cause.NONE, "", "")
     host = _HostLoad.of(straggler.rank, histories)
     if excess.explains(excess.major_faults * FAULT_NS) and excess.major_faults >= 1:
         return _paging(excess)
+    if excess.explains(excess.stolen_ns):
+        return _stolen(excess)
     if excess.explains(excess.run_delay_ns):
         return _no_core(excess, host)
     if straggler.phase is Phase.INPUT:
@@ -82,6 +93,8 @@ def diagnose(
         return Diagnosis(Cause.UNKNOWN, "the cause is not known", "no CPU times were recorded")
     if excess.explains(excess.cpu_ns):
         return _more_work(excess)
+    if excess.explains(excess.major_faults * SLOW_FAULT_NS) and excess.major_faults >= 1:
+        return _paging(excess)
     return Diagnosis(
         Cause.BLOCKED,
         "it neither computes nor waits for a core: it sleeps, or waits for a disk, a lock or "
@@ -91,9 +104,19 @@ def diagnose(
     )
 
 
-def _excess(rank: int, steps: Sequence[JobStep]) -> _Excess | None:
-    late = [step for step in steps if rank in step.ranks and step.ranks[rank].blame_ns > 0]
-    late = sorted(late, key=lambda step: -step.ranks[rank].blame_ns)[:WORST_STEPS]
+def _late_steps(straggler: Straggler, steps: Sequence[JobStep]) -> list[JobStep]:
+    """Those that matter: many small delays, which all ranks have, would dilute a few long ones."""
+    blames = [step.ranks[straggler.rank].blame_ns for step in steps]
+    if straggler.pattern is not Pattern.CHRONIC:
+        return [steps[at] for at in costly_steps(blames)]
+    order = sorted(range(len(steps)), key=lambda at: -blames[at])
+    return [steps[at] for at in order[:WORST_STEPS] if blames[at] > 0]
+
+
+def _excess(straggler: Straggler, steps: Sequence[JobStep]) -> _Excess | None:
+    rank = straggler.rank
+    steps = [step for step in steps if rank in step.ranks]
+    late = _late_steps(straggler, steps)
     if not late:
         return None
 
@@ -110,9 +133,19 @@ def _excess(rank: int, steps: Sequence[JobStep]) -> _Excess | None:
         cpu_ns=mean(lambda record: record.cpu_ns),
         run_delay_ns=mean(lambda record: record.run_delay_ns),
         major_faults=mean(lambda record: record.major_faults),
+        stolen_ns=max(
+            mean(lambda record: record.stolen_ns),
+            _more_stolen_than_usual(counted, [step.ranks[rank].record for step in steps]),
+        ),
         samples_ratio=samples / others if others else 1.0,
         has_counts=any(record.cpu_ns for record in counted),
     )
+
+
+def _more_stolen_than_usual(late: Sequence[StepRecord], records: Sequence[StepRecord]) -> float:
+    """In the mean of some steps: where a host loses a part of its cores all the time, 0."""
+    usual = median([record.stolen_ns / max(1, record.duration_ns) for record in records])
+    return sum(record.stolen_ns - usual * record.duration_ns for record in late) / len(late)
 
 
 def _counting_record(rank: int, step: JobStep) -> StepRecord:
@@ -157,8 +190,11 @@ class _HostLoad:
         mine = next(history for history in histories if history.info.rank == rank)
         here = [history.info for history in histories if history.info.host == mine.info.host]
         cores = max(info.cores for info in here)
-        if any(info.cores < cores for info in here):  # pinned to parts of the host
-            here, cores = [mine.info], mine.info.cores
+        # Pinned to parts of the host:
+        if any(info.cores < cores or info.core_list != mine.info.core_list for info in here):
+            pinned = mine.info.core_list or "unknown"
+            here = [info for info in here if info.core_list == pinned] or [mine.info]
+            cores = mine.info.cores
         throttled = any("throttl" in note.kind for note in mine.notes)
         return cls(len(here), sum(info.threads for info in here), cores, throttled)
 
@@ -173,12 +209,23 @@ def _no_core(excess: _Excess, host: _HostLoad) -> Diagnosis:
         return Diagnosis(Cause.THROTTLED, text, evidence)
     if 0 < host.cores < host.threads:
         remedy = "lower OMP_NUM_THREADS" if host.threads > host.ranks else "use fewer ranks"
+        cores = "core" if host.cores == 1 else "cores"
         text = (
-            f"its threads wait for a core: {host.threads} threads on {host.cores} cores; {remedy}"
+            f"its threads wait for a core: {host.threads} threads on {host.cores} {cores}; {remedy}"
         )
         return Diagnosis(Cause.TOO_MANY_THREADS, text, evidence)
     text = "its threads wait for a core: another process uses the CPU, or a cgroup limits it"
     return Diagnosis(Cause.NO_CORE, text, evidence)
+
+
+def _stolen(excess: _Excess) -> Diagnosis:
+    return Diagnosis(
+        Cause.STOLEN,
+        "the hypervisor gives its cores to other machines: use a dedicated or larger instance, or "
+        "another host",
+        f"{_ms(excess.stolen_ns)} more CPU steal than usual on each core, "
+        f"of {_ms(excess.late_ns)} late",
+    )
 
 
 def _paging(excess: _Excess) -> Diagnosis:
@@ -218,4 +265,5 @@ def _more_work(excess: _Excess) -> Diagnosis:
 
 
 def _ms(ns: float) -> str:
-    return f"{ns / NS_PER_MS:.3g} ms"
+    ms = ns / NS_PER_MS
+    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

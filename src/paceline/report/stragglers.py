@@ -131,14 +131,20 @@ def find_pattern(numbers: Sequence[int], blames: Sequence[float]) -> tuple[Patte
         return Pattern.NEVER, 0
     if len(costly) >= max(3, len(blames) / 10):
         return Pattern.CHRONIC, 0
-    least = min(blames[at] for at in costly) / 2
-    at_steps = [number for number, blame in zip(numbers, blames, strict=True) if blame >= least]
+    at_steps = [numbers[at] for at in costly_steps(blames)]
     gaps = [late - early for early, late in itertools.pairwise(at_steps)]
     usual = round(median(gaps))
     regular = sum(abs(gap - usual) <= usual / 50 for gap in gaps)
     if len(gaps) >= 3 and usual > 1 and regular >= 0.8 * len(gaps):
         return Pattern.PERIODIC, usual
     return (Pattern.ONE_OFF if len(at_steps) <= 2 else Pattern.OCCASIONAL), 0
+
+
+def costly_steps(blames: Sequence[float]) -> list[int]:
+    """Indices of the steps that make a pattern that is not chronic: those like the worst ones."""
+    costly = _steps_of_half(blames)
+    least = min((blames[at] for at in costly), default=0.0) / 2
+    return [at for at, blame in enumerate(blames) if blame and blame >= least]
 
 
 def _steps_of_half(blames: Sequence[float]) -> list[int]:

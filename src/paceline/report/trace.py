@@ -2,6 +2,10 @@
 
 One process for each rank, one track for what it does, one for each bucket. An arrow leads from the
 rank that started a reduction last to all others. Called by ``cli/report.py``.
+
+Tracks have numbers of their own in all ranks: Perfetto mixes up a track whose number is another
+rank's with that rank's main thread, and drops what overlaps. Times are whole microseconds. It takes
+a fraction as a double and cuts it to nanoseconds, so slices that only touch could overlap, too.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from paceline.report.steps import JobStep, RankStep
 
 Event = dict[str, Any]
 STEP_TRACK = 0
+_TRACKS = 100_000
+"""Of one rank, at most."""
 
 
 def write_trace(file: IO[str], analysis: Analysis, steps: Sequence[JobStep]) -> None:
@@ -59,8 +65,8 @@ def _changes(analysis: Analysis, steps: Sequence[JobStep], origin: int) -> Itera
                 "s": "g",
                 "name": f"epoch {change.epoch}: {change.world} ranks",
                 "pid": min(after.ranks),
-                "tid": STEP_TRACK,
-                "ts": max(0, at - origin) / 1000,
+                "tid": _tid(min(after.ranks), STEP_TRACK),
+                "ts": max(0, at - origin) // 1000,
                 "args": {"why": change.why, "took (s)": change.took_s, "from step": change.step},
             }
 
@@ -81,8 +87,12 @@ def _track(wrapper: int, bucket: int) -> int:
     return 1 + 1000 * wrapper + bucket
 
 
+def _tid(rank: int, track: int) -> int:
+    return _TRACKS * (rank + 1) + track
+
+
 def _meta(name: str, rank: int, track: int, args: dict[str, Any]) -> Event:
-    return {"ph": "M", "name": name, "pid": rank, "tid": track, "args": args}
+    return {"ph": "M", "name": name, "pid": rank, "tid": _tid(rank, track), "args": args}
 
 
 def _slice(name: str, rank: int, track: int, from_ns: int, to_ns: int, **args: Any) -> Event:
@@ -90,9 +100,9 @@ def _slice(name: str, rank: int, track: int, from_ns: int, to_ns: int, **args: A
         "ph": "X",
         "name": name,
         "pid": rank,
-        "tid": track,
-        "ts": from_ns / 1000,
-        "dur": max(0, to_ns - from_ns) / 1000,
+        "tid": _tid(rank, track),
+        "ts": from_ns // 1000,
+        "dur": max(0, to_ns // 1000 - from_ns // 1000),
         "args": args,
     }
 
@@ -118,7 +128,7 @@ def _phases(rank: int, each: RankStep, origin: int) -> Iterator[Event]:
 
 def _loss(rank: int, record: StepRecord, origin: int) -> Iterator[Event]:
     if math.isfinite(record.loss):
-        at = (record.reduced_ns - origin) / 1000
+        at = (record.reduced_ns - origin) // 1000
         yield {"ph": "C", "name": "loss", "pid": rank, "ts": at, "args": {"loss": record.loss}}
 
 
@@ -153,6 +163,9 @@ def _arrows(step: JobStep, origin: int, used: int) -> Iterator[Event]:
                 continue
             used += 1
             track = _track(step.key[0], index)
-            arrow = {"name": "last to start", "cat": "bucket", "id": used, "tid": track}
-            yield {**arrow, "ph": "s", "pid": last, "ts": (began - origin) / 1000}
-            yield {**arrow, "ph": "f", "bp": "e", "pid": rank, "ts": (ended - origin) / 1000}
+            arrow = {"name": "last to start", "cat": "bucket", "id": used}
+            start, end = (began - origin) // 1000, (ended - origin) // 1000
+            source = {"pid": last, "tid": _tid(last, track), "ts": start}
+            target = {"pid": rank, "tid": _tid(rank, track), "ts": end}
+            yield {**arrow, "ph": "s", **source}
+            yield {**arrow, "ph": "f", "bp": "e", **target}

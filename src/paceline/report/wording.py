@@ -11,6 +11,7 @@ from paceline.report.stragglers import Pattern
 SHORT_CAUSES = {
     Cause.NO_CORE: "its threads wait for a core",
     Cause.THROTTLED: "its cgroup is out of CPU quota",
+    Cause.STOLEN: "the hypervisor takes its cores away",
     Cause.TOO_MANY_THREADS: "there are more threads than cores",
     Cause.PAGING: "pages come from disk",
     Cause.DATA_LOADER: "it waits for its data loader",
@@ -136,7 +137,8 @@ def _of_machines(analysis: Analysis) -> list[str]:
         here = _at_once([rank for rank in analysis.ranks if rank.host == host], analysis)
         cores = max((rank.cores for rank in here), default=0)
         threads = sum(rank.threads for rank in here)
-        shared = cores and all(rank.cores == cores for rank in here)
+        # Ranks that are pinned have cores of their own.
+        shared = cores and len({(rank.cores, rank.core_list) for rank in here}) == 1
         if shared and threads > cores:
             remedy = f"set OMP_NUM_THREADS={max(1, cores // len(here))}"
             if threads <= len(here):
