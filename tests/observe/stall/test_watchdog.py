@@ -135,10 +135,14 @@ def test_a_full_disk_costs_the_file_not_the_report_nor_the_training(tmp_path: Pa
     assert "holds the GIL" not in told[0], "nobody was asked"
 
 
+def set_limits(limits_s: dict[WaitKind, float]) -> None:
+    """In a rank: learned budgets of these sizes; the others are infinite."""
+    Budget.limit_s = lambda _, kind: limits_s.get(kind, 1e6)  # type: ignore[method-assign]
+
+
 def learned(kind: str, folder: str) -> bool:
     """With learned budgets of another size: is a rank that is late in this way reported?"""
-    limits = {WaitKind.IN_STEP: 0.5, WaitKind.BETWEEN_STEPS: 1e6, WaitKind.FIRST_TIME: 1e6}
-    Budget.limit_s = lambda _, kind: limits[kind]  # type: ignore[method-assign]
+    set_limits({WaitKind.IN_STEP: 0.5})
     model = mlp(4)
     if kind == "forward":
         model[0].register_forward_pre_hook(lambda *_: late(kind))
@@ -170,8 +174,7 @@ def test_how_long_it_waits_depends_on_what_the_awaited_rank_does(kind: str, tmp_
 
 def stopped(at: int, folder: str) -> bool:
     """With learned budgets of another size: is a rank reported that is stopped between steps?"""
-    limits = {WaitKind.IN_STEP: 0.5, WaitKind.BETWEEN_STEPS: 1e6, WaitKind.FIRST_TIME: 1e6}
-    Budget.limit_s = lambda _, kind: limits[kind]  # type: ignore[method-assign]
+    set_limits({WaitKind.IN_STEP: 0.5})
     ddp = DDP(mlp(4))
     train(ddp, at)
     if dist.get_rank() == 1:
@@ -199,6 +202,49 @@ def test_a_rank_that_is_stopped_is_no_rank_that_evaluates(at: int, tmp_path: Pat
     folder = str(tmp_path)
     env = {"PACELINE_RUN_DIR": folder}
     assert run_ranks(2, stopped, at, folder, env=env, timeout_s=120) == [True, True]
+
+
+class SlowSamples(torch.utils.data.Dataset[torch.Tensor]):
+    """The third sample takes until a stall is reported."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        until_s = time.monotonic() + 60
+        while index == 2 and not stall_files(self.folder) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return batch(index)[0]
+
+
+def stuck_in_loader(folder: str, is_learned: bool) -> str:
+    """All ranks wait for their loaders, and no rank for another."""
+    if is_learned:
+        set_limits({WaitKind.NOBODY_WAITS: 0.5})
+    ddp = DDP(mlp(4))
+    for inputs in torch.utils.data.DataLoader(SlowSamples(folder), batch_size=1):
+        ddp(inputs).square().mean().backward()
+    return Path(folder, "stall-1.txt").read_text()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_a_stall_where_no_rank_waits_for_another(
+    world: int, is_learned: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    env = {"PACELINE_RUN_DIR": folder, "PACELINE_STALL_AFTER": None if is_learned else "0.5"}
+    texts = run_ranks(world, stuck_in_loader, folder, is_learned, env=env, timeout_s=120)
+    first = texts[0].split("\n", 1)[0]
+    words = "No rank waits for another; rank " if world == 2 else "Rank 0 (pid "
+    assert first.startswith(f"Stall 1: {words}"), texts[0]
+    assert "waiting for the data loader" in first
+    assert "test_watchdog.py" in first
+    assert ("is meant to take so long, nothing is wrong" in first) is is_learned
+    assert "in __getitem__" in texts[0], "its stack"
 
 
 def clean(steps: int) -> int:

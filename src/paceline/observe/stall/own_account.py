@@ -14,13 +14,14 @@ from paceline.observe.stall.probes import probes
 from paceline.observe.stall.threads import look_at_threads
 
 
-def describe_self(folder: RunFolder, rank: int, token: str) -> Account:
+def describe_self(folder: RunFolder, rank: int, token: str, usual_wait_s: float = 0.0) -> Account:
     """Look at this process and say what it does.
 
     Args:
         folder: Of the run.
         rank: This one.
         token: Of the question that is answered.
+        usual_wait_s: How long it waits for others in a usual step.
     """
     from paceline.observe.recording import active_recorder  # it starts recorders, which start us
 
@@ -42,5 +43,6 @@ def describe_self(folder: RunFolder, rank: int, token: str) -> Account:
         awaited="; ".join(filter(None, (probe.awaited() for probe in found))),
         collectives=tuple(each for probe in found[:1] for each in probe.collectives()),
         is_evaluating=is_evaluating,
+        usual_wait_s=usual_wait_s,
         **vars(seen),
     )
