@@ -96,10 +96,11 @@ class LostPeers:
         first, how = self.describe_end(lost.rank) or (lost.rank, "")
         lost = self._roster.identity(first) or lost
         _, words = ended_first([lost.pid] if lost in self._neighbours() else [])
+        seen = last_seen(lost.pid)
         if how:
-            why = f"{lost} {how}\n"
+            why = f"{lost} {how}{seen}\n"
         elif words:
-            why = f"{lost} has ended with {words}."
+            why = f"{lost} has ended with {words}.{seen}"
         elif self._roster.is_unreachable(lost):
             why = (
                 f"the host {lost.hostname} with {lost} has not answered for {SILENCE_S} s. Look at "
@@ -108,7 +109,7 @@ class LostPeers:
         else:
             why = (
                 f"{lost} has died. Look at its log, and at the kernel's for a kill for lack of "
-                f"memory.{last_seen(lost.pid)}"
+                f"memory.{seen}"
             )
         return PeerLostError(
             f"Rank {self._rank}: {what} cannot be completed, because {why} {CONNECTION_CLOSED} "

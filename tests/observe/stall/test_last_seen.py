@@ -12,7 +12,7 @@ from paceline.observe.records import Activity, Status
 from paceline.observe.ring import EventWriter
 from paceline.observe.ring_layout import MIN_BYTES
 from paceline.observe.run_folder import RUN_DIR, RunFolder
-from paceline.observe.stall.last_seen import ended_first
+from paceline.observe.stall.last_seen import ended_first, last_activity, last_seen
 from paceline.processes import host_name
 from tests.observe.sample_records import INFO
 
@@ -49,3 +49,21 @@ def test_who_ended_first_with_an_exception(tmp_path: Path, monkeypatch: pytest.M
     assert ended_first([101]) == (0, "")
     monkeypatch.delenv(RUN_DIR)
     assert ended_first([101]) == (0, "")
+
+
+def test_what_a_process_did_before_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    monkeypatch.setenv(RUN_DIR, str(tmp_path))
+    info = replace(INFO, rank=0, pid=100, host=host_name())
+    with closing(EventWriter(folder.events(0), info, MIN_BYTES)) as writer:
+        writer.set_activity(Activity.FORWARD, 10 * MS, 6)
+        assert last_seen(100) == " It was last seen in forward, in step 6."
+        writer.end(20 * MS, 6)
+        assert last_seen(100) == " It was last seen in forward, in step 6."
+        writer.words[2] = 0  # a file of before
+        assert last_activity(folder, 0) == "at its end, in step 6"
+        writer.words[2] = 15  # damaged
+        assert last_activity(folder, 0)
+    assert last_seen(101) == ""

@@ -53,12 +53,13 @@ def ended_first(pids: Iterable[int]) -> tuple[int, str]:
 
 
 def last_activity(folder: RunFolder, rank: int) -> str:
-    """Return 'in forward, in step 6'; '' if nothing is known, or if it ended in order."""
+    """Return 'in forward, in step 6': before it ended, if it has; '' if nothing is known."""
     try:
         status = read_status(folder.events(rank))
     except (OSError, RecordsError):
         return ""
-    if status.activity is Activity.ENDED:
-        return ""
+    activity = status.activity
+    if activity is Activity.ENDED:
+        activity = status.before_end or activity
     step = f", in step {status.step}" if status.step else ""
-    return f"{WORDS[status.activity]}{step}"
+    return f"{WORDS[activity]}{step}"
