@@ -57,7 +57,7 @@ STALLS = [
 ]
 IN_FORWARD = "last seen in forward, in step 6"
 DEATHS = [
-    Fault("exception", ("rank 1", "ValueError: a bad batch", IN_FORWARD), stalls=False),
+    Fault("exception", ("rank 1", "bad batch", "in fail_in_forward", "in step 6"), stalls=False),
     Fault("early exit", ("rank 1", "last seen between two steps, in step 6"), stalls=False),
     Fault("os._exit", ("rank 1", IN_FORWARD), stalls=False),
     Fault("SIGKILL", ("rank 1", IN_FORWARD), stalls=False),
@@ -65,7 +65,7 @@ DEATHS = [
 # What a rank of the same host knows besides.
 HOW_IT_ENDED = {
     "early exit": "has ended without an exception",
-    "exception": "in fail_in_forward",
+    "exception": "has died after an exception: ValueError",
     "os._exit": "os._exit()",
     "SIGKILL": "killed by a signal",
 }

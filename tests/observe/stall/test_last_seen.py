@@ -26,7 +26,7 @@ def write(folder: RunFolder, rank: int, status: Status, host: str = "") -> None:
 
 
 def test_who_ended_first_with_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that raised because of it come later; an end in order is none."""
+    """Those that raised because of it come later; an end in order counts if nobody has raised."""
     folder = RunFolder(tmp_path)
     write(folder, 0, Status(Activity.ENDED, 50 * MS, 6, 50 * MS, detail="PeerLostError: rank 1"))
     write(
@@ -44,7 +44,8 @@ def test_who_ended_first_with_an_exception(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(RUN_DIR, str(tmp_path))
     assert ended_first(range(100, 110)) == (101, "ValueError: a  bad batch")
     assert ended_first([100, 102]) == (100, "PeerLostError: rank 1")
-    assert ended_first([102, 103, 104]) == ended_first([]) == (0, "")
+    assert ended_first([102, 103, 104]) == (102, "")
+    assert ended_first([103, 104]) == ended_first([]) == (0, "")
     monkeypatch.setenv(RUN_DIR, str(tmp_path / "nowhere"))
     assert ended_first([101]) == (0, "")
     monkeypatch.delenv(RUN_DIR)
@@ -62,6 +63,9 @@ def test_what_a_process_did_before_it_ended(
         assert last_seen(100) == " It was last seen in forward, in step 6."
         writer.end(20 * MS, 6)
         assert last_seen(100) == " It was last seen in forward, in step 6."
+        writer.set_status(Status(Activity.ENDED, 30 * MS, 6, 30 * MS, detail="ValueError: bad"))
+        assert last_seen(100) == " It was last seen in step 6."
+        writer.set_status(Status(Activity.ENDED, 30 * MS, 6, 30 * MS))
         writer.words[2] = 0  # a file of before
         assert last_activity(folder, 0) == "at its end, in step 6"
         writer.words[2] = 15  # damaged

@@ -82,6 +82,13 @@ class RankView:
         return is_silent and self.state is ProcessState.ALIVE
 
     @property
+    def may_answer(self) -> bool:
+        """It was asked, has not answered, and is not known to be unable to."""
+        has_ended = self.status.activity is Activity.ENDED
+        is_far = self.state is ProcessState.UNKNOWN and self.account is None and not has_ended
+        return self.is_silent or (is_far and self.was_asked and self.watch is not None)
+
+    @property
     def is_waiting(self) -> bool:
         """It waits for other ranks, as far as is known."""
         if self.state in (ProcessState.DEAD, ProcessState.STOPPED) or self.is_silent:
@@ -127,7 +134,7 @@ def look_at_ranks(folder: RunFolder, answer_s: float, own: Account | None = None
     until_s = time.monotonic() + answer_s
     while True:
         views = [_with_account(folder, view, token, asked_ns, own) for view in views]
-        if not any(view.is_silent for view in views) or time.monotonic() >= until_s:
+        if not any(view.may_answer for view in views) or time.monotonic() >= until_s:
             break
         time.sleep(_PAUSE_S)
     changes = read_membership(folder.membership)
