@@ -41,9 +41,10 @@ def launch_on(
     *words: str,
     count: int = 2,
     is_numbered: bool = True,
+    **more: str,
 ) -> subprocess.Popen[str]:
-    env = environ(GLOO_SOCKET_IFNAME="link0", PACELINE_HOST_ID=f"host-{number}")
-    # All share a file system, and the folder.
+    env = environ(GLOO_SOCKET_IFNAME="link0", PACELINE_HOST_ID=f"host-{number}", **more)
+    # All share a file system, and the run folder if ``folder`` is the same.
     options = ["-n", str(ranks), "--nnodes", str(count), "--run-dir", "run"]
     options += ["--node-rank", str(number)] if is_numbered else []
     options += ["--rdzv-endpoint", "10.77.0.1:29437", "--rdzv-id", "a-job"]
@@ -105,3 +106,53 @@ def test_host_0_ends_first(tmp_path: Path) -> None:
         second = launch_on(hosts, 1, 1, tmp_path, "-1")
         done = [finish(first), finish(second)]
     assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+
+
+STALLS = """
+import os, sys, time, torch, torch.distributed as dist
+from paceline import DistributedDataParallel
+dist.init_process_group("gloo")
+class Slow(torch.nn.Linear):
+    def forward(self, x):
+        until_s = time.monotonic() + 120
+        while step == 4 and dist.get_rank() == 1 and not told() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return super().forward(x)
+def told():
+    logs = [open(each).read() if os.path.exists(each) else "" for each in sys.argv[2:]]
+    return all(any(word in log for word in sys.argv[1].split("|")) for log in logs)
+model = DistributedDataParallel(Slow(3, 3))
+for step in range(6):
+    model(torch.ones(1, 3)).sum().backward()
+dist.destroy_process_group()
+"""
+CULPRIT, ELSEWHERE = "Rank 1 (pid ", "Ranks 1, 2 keep the others waiting, it seems"
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one folder", "a folder each"])
+def test_a_stall_is_reported_on_both_hosts(is_shared: bool, tmp_path: Path) -> None:
+    """Rank 1, on host 1, hangs in its forward; only ranks of a folder can see what others do."""
+    homes = [tmp_path / ("both" if is_shared else f"host{number}") for number in range(2)]
+    for home in homes:
+        home.mkdir(exist_ok=True)
+        (home / "train.py").write_text(STALLS)
+    runs = [home / "run" for home in homes]
+    logs = [runs[0] / "rank0.log", runs[1] / "rank1.log", runs[1] / "rank2.log"]
+    words = f"{CULPRIT}|{ELSEWHERE}", *map(str, logs)
+    with test_hosts(2) as hosts:
+        started = [
+            launch_on(hosts, number, 1 + number, homes[number], *words, PACELINE_STALL_AFTER="3")
+            for number in range(2)
+        ]
+        done = [finish(each) for each in started]
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    reports = [
+        "".join(path.read_text() for path in sorted(run.glob("stall-*.txt"))) for run in runs
+    ]
+    assert CULPRIT in reports[1], reports
+    culprit = reports[1].split(CULPRIT, 1)[1].split("\n", 1)[0]
+    assert " on host-1) keeps the others waiting: it has been in forward of Slow" in culprit
+    assert (CULPRIT if is_shared else ELSEWHERE) in reports[0], reports
+    first = CULPRIT if is_shared else ELSEWHERE
+    for word, log in zip((first, CULPRIT, CULPRIT), logs, strict=True):
+        assert word in log.read_text(), log

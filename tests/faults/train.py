@@ -25,15 +25,21 @@ from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 
-STEPS, AT, LONG_S = 12, 5, 8.0
+STEPS, AT = 12, 5
+LONG_S = float(os.environ.get("LONG_S", "8"))
+LOADER_WORKERS = int(os.environ.get("LOADER_WORKERS", "0"))
 FAULT = os.environ["FAULT"]
 CULPRIT = int(os.environ.get("CULPRIT", "1"))
 step = 0
 
 
-def is_here(fault: str) -> bool:
-    """Whether this is the place, the rank and the step; notes when it happens."""
-    here = fault == FAULT and step == AT and dist.get_rank() == CULPRIT
+def is_here(fault: str, at: int | None = None) -> bool:
+    """Whether this is the place, the rank and the step; notes when it happens.
+
+    A worker of a data loader does not know the step: it says for which one its sample is.
+    """
+    is_now = (step if at is None else at) == AT
+    here = fault == FAULT and is_now and dist.get_rank() == CULPRIT
     if here:
         with (
             contextlib.suppress(FileExistsError),  # it happens once for each sample of a batch
@@ -48,7 +54,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return 2 * STEPS
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if is_here("loader"):
+        if is_here("loader", at=index // 2):
             time.sleep(LONG_S / 2)  # two samples a batch
         return torch.full((8,), float(index))
 
@@ -140,7 +146,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = DDP(Net(), bucket_cap_mb=1e-4)
     optimizer = SlowSGD(model.parameters(), lr=1e-4)
-    loader = iter(torch.utils.data.DataLoader(Samples(), batch_size=2))
+    loader = iter(torch.utils.data.DataLoader(Samples(), 2, num_workers=LOADER_WORKERS))
     for number in range(STEPS):
         step = number
         batch = next(loader)

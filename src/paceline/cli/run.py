@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tee", metavar="RANKS", default="all",
         help="whose output is shown: all, none, or numbers on this host such as 0,2")  # fmt: skip
     add("--stall-after", metavar="S", type=_stall_seconds,
-        help="report a step or collective that takes longer (default: learned)")  # fmt: skip
+        help="report waits and parts of a step that take longer (default: learned)")  # fmt: skip
     add("--shutdown-timeout", "--shutdown_timeout", metavar="S", type=_seconds, default=3.0,
         help="from Ctrl-C or SIGTERM to SIGKILL (default: 3)")  # fmt: skip
     elastic_options.add_arguments(parser)

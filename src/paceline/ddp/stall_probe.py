@@ -20,7 +20,9 @@ from paceline.forks import finalize_here
 from paceline.native.extension import native
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.probes import InCollective, add_probe
+from paceline.observe.stall.reductions import describe_reductions
 from paceline.observe.stall.start import start_watchdog, stop_without_probes
+from paceline.observe.step_recorder import StepRecorder
 from paceline.printable import listed
 from paceline.shm.core.dtypes import describe_request
 from paceline.shm.diagnose.thread_location import locate_thread
@@ -79,9 +81,17 @@ class StallProbe:
         return "the end of the step"
 
     def collectives(self) -> list[str]:
-        """Tell the latest collectives: of c10d if they are recorded, and of each shared memory."""
+        """Tell the latest of each channel of shared memory, and those that c10d has recorded."""
         told = [line for monitor in WaitMonitor.all_open() for line in _of_monitor(monitor)]
         return [*told, *flight_entries(_COLLECTIVES)][:_COLLECTIVES]
+
+    def reductions(self) -> list[str]:
+        """Tell the latest reductions of buckets, over any transport."""
+        reducer = self._reducer()
+        observer = reducer.clock.observer if reducer is not None else None
+        if reducer is None or not isinstance(observer, StepRecorder):
+            return []
+        return describe_reductions(observer, reducer.clock, _COLLECTIVES)
 
     def locate(self, thread: int) -> InCollective | None:
         """Say in which collective a thread is."""

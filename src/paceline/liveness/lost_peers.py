@@ -64,7 +64,7 @@ class LostPeers:
                 break
         if len(suspects) == 1:
             return self.first_lost_error(what, suspects[0], cause)
-        # A rank that has raised takes its groups down before its process ends, and that takes time.
+        # A rank that ends takes its groups down before its process is gone, and that takes time.
         pid, _ = ended_first(each.pid for each in self._neighbours())
         ending = next((each for each in self._neighbours() if each.pid == pid), None)
         return self.lost_error(what, ending) if ending else self._unknown(what, cause)
@@ -95,11 +95,12 @@ class LostPeers:
         """Name the rank that has died."""
         first, how = self.describe_end(lost.rank) or (lost.rank, "")
         lost = self._roster.identity(first) or lost
-        _, words = ended_first([lost.pid] if lost in self._neighbours() else [])
+        ended, words = ended_first([lost.pid] if lost in self._neighbours() else [])
+        seen = last_seen(lost.pid)
         if how:
-            why = f"{lost} {how}\n"
-        elif words:
-            why = f"{lost} has ended with {words}."
+            why = f"{lost} {how}{seen}\n"
+        elif ended:
+            why = f"{lost} has ended {f'with {words}' if words else 'without an exception'}.{seen}"
         elif self._roster.is_unreachable(lost):
             why = (
                 f"the host {lost.hostname} with {lost} has not answered for {SILENCE_S} s. Look at "
@@ -108,7 +109,7 @@ class LostPeers:
         else:
             why = (
                 f"{lost} has died. Look at its log, and at the kernel's for a kill for lack of "
-                f"memory.{last_seen(lost.pid)}"
+                f"memory.{seen}"
             )
         return PeerLostError(
             f"Rank {self._rank}: {what} cannot be completed, because {why} {CONNECTION_CLOSED} "

@@ -27,7 +27,7 @@ from paceline.forks import Owner, tell_children
 from paceline.observe import ring_codec as codec
 from paceline.observe.logged import LoggedValues, logged
 from paceline.observe.process_usage import ProcessUsage
-from paceline.observe.records import Activity, BucketInfo, Note, RankInfo, StepRecord
+from paceline.observe.records import BucketInfo, Note, RankInfo, StepRecord
 from paceline.observe.ring import EventWriter
 from paceline.observe.ring_layout import ACTIVITY_BITS, STAMP_MASK, STATUS, STEP_MASK
 from paceline.observe.step_clock import PlannedBucket, StepOutcome
@@ -281,7 +281,7 @@ class Recorder:
         if self._writer is not None:
             detail = reason.text.encode("utf-8", "replace")[:_DETAIL_BYTES]
             self._writer.write_status(self._encode_status(detail))
-            self.set_activity(Activity.ENDED, time.perf_counter_ns(), self._step)
+            self._writer.end(time.perf_counter_ns(), self._step)
 
     def _on_end(self) -> None:
         """The end of a process that multiprocessing has started: atexit has no part in it."""

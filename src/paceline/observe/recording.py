@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 from paceline.forks import keep_for_ever, tell_children
 from paceline.observe.logged import logged
 from paceline.observe.recorder import Recorder
-from paceline.observe.records import RankInfo, StepRecord
+from paceline.observe.records import Activity, RankInfo, StepRecord
 from paceline.observe.ring import EventWriter
 from paceline.observe.run_folder import RUN_DIR, RunFolder
 from paceline.observe.step_clock import StepClock
@@ -138,7 +139,7 @@ def _open(folder: RunFolder, info: RankInfo) -> EventWriter | None:
     """Make this rank's file. If it cannot be made, say so; training does not need it."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return EventWriter(folder.events(info.rank), info)
+        writer = EventWriter(folder.events(info.rank), info)
     except (OSError, ValueError) as error:
         logger.warning(
             "rank %d records nothing: its file in the run folder %s cannot be made: %s. Training "
@@ -151,6 +152,8 @@ def _open(folder: RunFolder, info: RankInfo) -> EventWriter | None:
             8,
         )
         return None
+    writer.set_activity(Activity.STARTING, time.perf_counter_ns(), 0)
+    return writer
 
 
 def active_recorder() -> Recorder | None:

@@ -191,6 +191,7 @@ class Status:
         last_rank: The rank whose buckets came last in the last steps; -1 if nobody.
         rss_bytes: Memory of the process.
         detail: More words: the module whose forward runs, the exception it ended with.
+        before_end: What it was doing when it ended; None if it has not, or if that is not known.
     """
 
     activity: Activity
@@ -203,6 +204,7 @@ class Status:
     last_rank: int = -1
     rss_bytes: int = 0
     detail: str = ""
+    before_end: Activity | None = None
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from paceline.observe.records import (
 from paceline.observe.ring_blocks import BlockWriter, read_blocks
 
 _T = TypeVar("_T")
-_WORDS = struct.Struct("<QQ")
+_WORDS = struct.Struct("<QQQ")
 
 
 class EventWriter:
@@ -64,7 +64,7 @@ class EventWriter:
         self._map = _create(Path(path), info, file_bytes)
         self._memory = memoryview(self._map)
         begin = layout.ACTIVITY_OFFSET
-        self.words = self._memory[begin : begin + 16].cast("Q")
+        self.words = self._memory[begin : begin + _WORDS.size].cast("Q")
         self._steps = BlockWriter(self._memory, layout.steps_area(file_bytes))
         self._notes = BlockWriter(self._memory, layout.NOTES)
         self._buckets = BlockWriter(self._memory, layout.BUCKETS)
@@ -76,6 +76,11 @@ class EventWriter:
         """Say what the rank does now. Two stores; no lock, no system call."""
         self.words[1] = step
         self.words[0] = encode_activity(activity, since_ns, step)
+
+    def end(self, since_ns: int, step: int) -> None:
+        """The process ends: keep what it was doing."""
+        self.words[2] = self.words[0]
+        self.set_activity(Activity.ENDED, since_ns, step)
 
     def set_status(self, status: Status) -> None:
         """Say how the rank is doing; its activity too."""
@@ -264,9 +269,11 @@ def _status(data: bytes) -> Status:
         status = Status(Activity.STARTING, 0, 0, 0)
     if len(data) < layout.ACTIVITY_OFFSET + _WORDS.size:
         return status
-    word, step = _WORDS.unpack_from(data, layout.ACTIVITY_OFFSET)
+    word, step, last_word = _WORDS.unpack_from(data, layout.ACTIVITY_OFFSET)
     try:
-        activity = Activity(word & (1 << layout.ACTIVITY_BITS) - 1)
+        activity = _activity(word)
+        has_ended = activity is Activity.ENDED and last_word
+        before_end = _activity(last_word) if has_ended else None
     except ValueError:
         return status  # damaged
     since_ns = word & layout.STAMP_MASK
@@ -274,7 +281,18 @@ def _status(data: bytes) -> Status:
     ahead = ((word >> layout.ACTIVITY_BITS) - step + half & layout.STEP_MASK) - half
     step = max(0, step + ahead)
     beat_ns = max(since_ns, status.beat_ns)
-    return replace(status, activity=activity, since_ns=since_ns, step=step, beat_ns=beat_ns)
+    return replace(
+        status,
+        activity=activity,
+        since_ns=since_ns,
+        step=step,
+        beat_ns=beat_ns,
+        before_end=before_end,
+    )
+
+
+def _activity(word: int) -> Activity:
+    return Activity(word & (1 << layout.ACTIVITY_BITS) - 1)
 
 
 def _newest(data: bytes, pair: layout.Pair) -> bytes | None:

@@ -4,7 +4,8 @@ Used by ring.py, which reads and writes such files. Pure: knows sizes, opens not
 
     offset      bytes    area
     0           4 KiB    HEAD     magic, version, size of the file, CRC-32 of these; written once
-    4 KiB       4 KiB    STATUS   activity word and step (8 bytes each), from 64 on two records
+    4 KiB       4 KiB    STATUS   activity word, step, activity word before the end (8 bytes each),
+                                  from 64 on two records
     8 KiB      24 KiB    INFO     two records
     32 KiB     96 KiB    NOTES    6 blocks of 16 KiB
     128 KiB   512 KiB    BUCKETS  4 blocks of 128 KiB
@@ -23,7 +24,8 @@ and none relies on the order of stores: it copies, and believes what has the rig
 * The activity word is one aligned store of 8 bytes: nanoseconds since when, but for the lowest 12
   bits, of which 4 say the activity and 8 the step modulo 256. The step, one more store of 8 bytes,
   is written before it. These two have no checksum. A reader that comes between the stores, or
-  after a writer that died there, takes the step next to it that fits the activity word.
+  after a writer that died there, takes the step next to it that fits the activity word. What the
+  activity word was before the process ended is kept beside them; 0 until then.
 * STATUS and INFO have two records, written in turn with growing numbers. The one with the higher
   number counts. A write that was cut off leaves the one before it.
 * NOTES, BUCKETS and STEPS are rings of blocks (ring_blocks.py).

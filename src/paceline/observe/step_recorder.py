@@ -15,6 +15,7 @@ input of the step that follows.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ _WAITING = Activity.WAITING.value
 _REDUCED = Activity.REDUCED.value
 _OPTIMIZER = Activity.OPTIMIZER.value
 
+_RECENT = 8
+
 NOBODY = -1
 """No wrapper runs a forward."""
 
@@ -46,7 +49,7 @@ class PendingStep:
     keep a model alive. What has not happened is 0, here and in the record.
     """
 
-    wrapper = step = samples = cpu_ns = major_faults = 0
+    wrapper = step = samples = cpu_ns = major_faults = first_reduction = 0
     began = forward_began = forward_ended = backward_began = backward_ended = reduced = 0
     optimizer_began = optimizer_ended = 0
     sizes: Sequence[int] = ()
@@ -60,6 +63,12 @@ class PendingStep:
 
 class StepRecorder:
     """The steps of one wrapper.
+
+    Attributes:
+        wrapper: Its number.
+        step: The one under way, or the next.
+        reductions: How many buckets were reduced before it.
+        recent: The last steps, the newest last: a stall report tells their reductions.
 
     Args:
         recorder: Of this process.
@@ -77,9 +86,11 @@ class StepRecorder:
     ) -> None:
         self.parameters = parameters
         self._recorder = recorder
-        self._wrapper = wrapper
+        self.wrapper = wrapper
         self._identify: Callable[[], None] | None = identify
-        self._step = 1
+        self.step = 1
+        self.reductions = 0
+        self.recent: deque[PendingStep] = deque(maxlen=_RECENT)
         self._plan: Plan | None = None
         self._sizes: list[int] = []
         self._current = PendingStep()
@@ -95,10 +106,10 @@ class StepRecorder:
         elif not is_training:
             recorder.write_if_due()
         now = _now_ns()
-        if recorder.outermost in (NOBODY, self._wrapper):
-            recorder.outermost = self._wrapper
+        if recorder.outermost in (NOBODY, self.wrapper):
+            recorder.outermost = self.wrapper
             recorder.is_evaluating = not is_training
-            recorder.set_activity(_FORWARD, now, self._step)
+            recorder.set_activity(_FORWARD, now, self.step)
         if is_training:
             step = self._current
             step.samples += samples
@@ -114,9 +125,9 @@ class StepRecorder:
         now = _now_ns()
         if is_training:
             self._current.forward_ended = now
-        if recorder.outermost == self._wrapper:
+        if recorder.outermost == self.wrapper:
             recorder.outermost = NOBODY
-            recorder.set_activity(_LOSS if is_training else _INPUT, now, self._step)
+            recorder.set_activity(_LOSS if is_training else _INPUT, now, self.step)
 
     # --- backward: the clock's observer --------------------------------------------------------
 
@@ -127,11 +138,11 @@ class StepRecorder:
         if is_joined:
             self._current.began = self._recorder.last_ended or clock.backward_began
         activity = _WAITING if is_joined else _BACKWARD
-        self._recorder.set_activity(activity, clock.backward_began, self._step)
+        self._recorder.set_activity(activity, clock.backward_began, self.step)
 
     def on_backward_end(self, clock: StepClock) -> None:
         """See :class:`paceline.observe.step_clock.StepObserver`."""
-        self._recorder.set_activity(_WAITING, clock.backward_ended, self._step)
+        self._recorder.set_activity(_WAITING, clock.backward_ended, self.step)
 
     def on_step_end(
         self, clock: StepClock, steps: int, last_rank: Callable[[int], int] | None
@@ -141,13 +152,16 @@ class StepRecorder:
         recorder.outermost = NOBODY
         recorder.last_ended = clock.step_ended
         step, self._current = self._current, PendingStep()
-        self._step = steps + 1
+        self.step = steps + 1
         if clock.outcome is StepOutcome.FAILED:
-            recorder.set_activity(_INPUT, clock.step_ended, self._step)
+            self.reductions += len(clock.ended)
+            recorder.set_activity(_INPUT, clock.step_ended, self.step)
             return
         if clock.plan is not self._plan:
             self._describe_buckets(clock.plan, steps)
         self._fill_in(step, clock)
+        self.reductions += len(clock.ended)
+        self.recent.append(step)
         step.step = steps
         self._pending = step
         recorder.set_activity(_REDUCED, clock.step_ended, steps)
@@ -156,7 +170,8 @@ class StepRecorder:
     def _fill_in(self, step: PendingStep, clock: StepClock) -> None:
         """Take over what the clock has seen."""
         began, ended = clock.backward_began, clock.ended
-        step.wrapper = self._wrapper
+        step.wrapper = self.wrapper
+        step.first_reduction = self.reductions
         step.outcome = clock.outcome
         step.began = step.began or began
         step.backward_began = began
@@ -170,7 +185,7 @@ class StepRecorder:
         self._plan = plan
         buckets = plan.buckets if plan is not None else ()
         self._sizes = [bucket.nbytes for bucket in buckets]
-        self._recorder.describe_buckets(self._wrapper, buckets, step)
+        self._recorder.describe_buckets(self.wrapper, buckets, step)
         identify, self._identify = self._identify, None
         if identify is not None:
             identify()
@@ -197,4 +212,4 @@ class StepRecorder:
         usage = recorder.usage
         if usage.sample(now):
             pending.cpu_ns, pending.major_faults = usage.cpu_ns, usage.major_faults
-        recorder.set_activity(_INPUT, now, self._step)
+        recorder.set_activity(_INPUT, now, self.step)

@@ -1,22 +1,24 @@
-"""Budgets: what was long before may be long again; if no rank waits, nothing is reported."""
+"""Budgets: what was long before may be long again; if no rank waits, they are large."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from paceline.observe.records import Activity, Status
-from paceline.observe.stall.budget import Budget, WaitKind, ended_wait_s
+from paceline.observe.stall.budget import Budget, WaitKind, ended_s
+from paceline.observe.stall.patience import wait_kind
 from paceline.observe.stall.start import read_stall_after
 from paceline.observe.stall.views import RankView
-from paceline.observe.stall.watchdog import _wait_kind
 from paceline.processes import ProcessState
+from tests.observe.sample_records import INFO
 
 
 def test_floors_hold_while_nothing_is_known() -> None:
     budget = Budget()
-    assert [budget.limit_s(each) for each in WaitKind] == [15.0, 60.0, 300.0]
+    assert [budget.limit_s(each) for each in WaitKind] == [15.0, 60.0, 300.0, 600.0]
     assert budget.shortest_s == 15.0
 
 
@@ -41,6 +43,22 @@ def test_large_steps_have_large_budgets() -> None:
     assert budget.limit_s(WaitKind.IN_STEP) == 100.0
 
 
+def test_work_of_all_ranks_that_was_long_is_expected_again() -> None:
+    budget = Budget()
+    budget.learn_work(400.0)  # all have evaluated
+    assert budget.limit_s(WaitKind.NOBODY_WAITS) == 800.0
+    assert budget.limit_s(WaitKind.IN_STEP) == 15.0
+
+
+def test_a_usual_wait_is_none_of_the_first_steps_and_no_checkpoint() -> None:
+    budget = Budget()
+    assert budget.usual_wait_s == 0.0
+    budget.learn(100.0, is_usual=False)
+    for wait_s in (0.3, 0.2, 40.0, 0.2, 0.4):
+        budget.learn(wait_s)
+    assert budget.usual_wait_s == 0.3
+
+
 def recorded(waits_s: list[float], compute_s: float = 0.1) -> list[Status]:
     """What a rank recorded of steps: computed, then waited."""
     found, now_ns = [], 1
@@ -54,9 +72,9 @@ def recorded(waits_s: list[float], compute_s: float = 0.1) -> list[Status]:
 def learned(statuses: list[Status]) -> Budget:
     budget = Budget()
     for last, now in itertools.pairwise(statuses):
-        wait_s = ended_wait_s(last, now)
-        if wait_s is not None:
-            budget.learn(wait_s)
+        took_s = ended_s(last, now)
+        if took_s is not None and last.activity is Activity.WAITING:
+            budget.learn(took_s)
     return budget
 
 
@@ -74,6 +92,10 @@ def test_a_wait_that_goes_on_or_ends_the_job_teaches_nothing() -> None:
         assert learned([*before, waiting, after]).limit_s(WaitKind.IN_STEP) == 15.0
 
 
+def waiter(step: int) -> RankView:
+    return RankView(0, None, Status(Activity.WAITING, 1, step, 1), ProcessState.ALIVE)
+
+
 @pytest.mark.parametrize("step", [1, 3, 4, 100])
 @pytest.mark.parametrize("activity", list(Activity))
 @pytest.mark.parametrize("state", [ProcessState.STOPPED, ProcessState.DEAD])
@@ -82,7 +104,7 @@ def test_who_is_stopped_or_dead_is_not_waited_for(
 ) -> None:
     """Wherever it was: between steps, or in one of the first."""
     late = RankView(1, None, Status(activity, 1, step, 1), state)
-    assert _wait_kind([late], Status(Activity.WAITING, 1, step, 1)) is WaitKind.IN_STEP
+    assert wait_kind([waiter(step), late], waiter(step).status) is WaitKind.IN_STEP
 
 
 @pytest.mark.parametrize(
@@ -97,7 +119,15 @@ def test_who_is_stopped_or_dead_is_not_waited_for(
 )
 def test_who_lives_is_waited_for(activity: Activity, step: int, kind: WaitKind) -> None:
     late = RankView(1, None, Status(activity, 1, step, 1), ProcessState.ALIVE)
-    assert _wait_kind([late], Status(Activity.WAITING, 1, step, 1)) is kind
+    assert wait_kind([waiter(step), late], waiter(step).status) is kind
+
+
+def test_what_a_rank_does_that_records_elsewhere_is_not_known() -> None:
+    """On a host with a folder of its own: it may well evaluate."""
+    one = replace(waiter(6), info=replace(INFO, rank=0, world=2))
+    assert wait_kind([one], one.status) is WaitKind.BETWEEN_STEPS
+    both = [one, replace(one, rank=1)]
+    assert wait_kind(both, one.status) is WaitKind.IN_STEP
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("", None), ("2.5", 2.5), ("0.1", 0.1)])

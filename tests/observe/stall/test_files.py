@@ -78,6 +78,53 @@ def test_one_claim_for_one_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert second.claim(2)
 
 
+CLAIMER = """
+import sys
+from paceline.observe.run_folder import RunFolder
+from paceline.observe.stall.claims import Claims
+print(Claims(RunFolder(sys.argv[1])).claim(1), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_claimer_that_dies_or_is_stopped_is_waited_for_no_longer(
+    fate: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "REPORT_WAIT_S", 1e6)
+    second, third = Claims(RunFolder(tmp_path)), Claims(RunFolder(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", CLAIMER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as claimer:
+        try:
+            assert claimer.stdout is not None
+            assert claimer.stdout.readline() == "True\n"
+            assert not second.claim(1)
+            assert not third.claim(1)
+            assert not second.is_abandoned(1), "it makes its report"
+            claimer.send_signal(fate)
+            if fate == signal.SIGKILL:
+                claimer.wait()
+            until_s = time.monotonic() + 60
+            while not second.is_abandoned(1):
+                assert time.monotonic() < until_s
+            assert not third.is_abandoned(1), "one takes over"
+            assert not third.is_abandoned(1), "and it lives"
+        finally:
+            claimer.kill()
+
+
+def test_a_claim_that_says_nothing_is_left_alone(tmp_path: Path) -> None:
+    for text in ("", "{", '{"space": "elsewhere", "pid": 1, "started": 1}'):
+        (tmp_path / "stall-1.claim").write_text(text)
+        claims = Claims(RunFolder(tmp_path))
+        assert not claims.claim(1)
+        assert not claims.is_abandoned(1)
+
+
 def test_stacks_of_this_process_by_signal(tmp_path: Path) -> None:
     writer = StackWriter(tmp_path / "stacks")
     try:

@@ -76,8 +76,64 @@ def test_nobody_waits() -> None:
 
 
 def test_all_wait_in_the_same_collective() -> None:
-    assert "none of them is behind" in name_culprit(list(WAITS))
+    assert "none of them is behind" in name_culprit(with_rank_1(view(1, Activity.WAITING)))
     assert name_culprit([]) == "No rank has recorded anything yet."
+
+
+def test_a_rank_that_records_elsewhere_is_named() -> None:
+    """Hosts with a folder each: all that are seen wait for those that are not."""
+    assert name_culprit(list(WAITS)).startswith("Rank 1 keeps the others waiting, it seems: all")
+    assert name_culprit(list(WAITS[:1])).startswith("Ranks 1, 2 keep the others waiting")
+    late = view(1, Activity.FORWARD)
+    assert name_culprit([WAITS[0], late]).startswith("Rank 1 (pid 101 on node7)")
+
+
+def test_a_rank_that_has_ended_keeps_nobody_who_does_not_wait() -> None:
+    over = replace(view(1, Activity.ENDED), state=ProcessState.DEAD)
+    saves = view(0, Activity.INPUT, where="between two steps")
+    assert name_culprit([saves, over]).startswith("Rank 0 (pid 100 on node7)")
+    assert not is_stalled([saves, over])
+    assert name_culprit([WAITS[0], over]).startswith("Rank 1 (pid 101 on node7) is dead")
+    assert is_stalled([WAITS[0], over])
+    killed = replace(over, status=replace(over.status, activity=Activity.FORWARD))
+    assert is_stalled([saves, killed])
+
+
+def test_a_wait_is_long_beside_a_usual_one() -> None:
+    """Doctor: a healthy step of half a minute may keep ranks waiting for seconds."""
+    for usual_s, is_long in ((0.0, True), (0.1, True), (1.4, True), (1.6, False), (9.0, False)):
+        views = with_rank_1(view(1, Activity.FORWARD))
+        views = [
+            replace(each, account=replace(each.account, usual_wait_s=usual_s))  # type: ignore[type-var]
+            for each in views
+        ]
+        assert is_stalled(views) is is_long
+
+
+def test_all_stacks_are_in_the_file_and_the_first_on_the_terminal() -> None:
+    late = [replace(view(n, Activity.FORWARD), stack=f"at line {n % 6}") for n in range(1, 13)]
+    views = [WAITS[0], *late]
+    text, shown = report_text(views), report_text(views, most=4)
+    for line in range(6):
+        assert f"at line {line}" in text
+    assert "  ranks 1, 7: stack" in text
+    assert shown.count(": stack (") == 4
+    assert "and 2 more stacks in the file" in shown
+
+
+def test_the_last_collectives_of_every_rank() -> None:
+    one = view(1, Activity.FORWARD, collectives=("reduction #1",))  # type: ignore[arg-type]
+    two = view(2, Activity.WAITING, collectives=("reduction #2",))  # type: ignore[arg-type]
+    text = report_text([WAITS[0], one, two])
+    assert "last collectives of rank 1, newest first:\n    reduction #1\n" in text
+    assert "last collectives of rank 2, newest first:\n    reduction #2\n" in text
+    assert text.index("of rank 1, newest") < text.index("of rank 2, newest")
+
+
+def test_if_nobody_waits_all_stacks_are_told() -> None:
+    views = [replace(view(n, Activity.INPUT, age_s=n), stack=f"line {n}") for n in (1, 2)]
+    text = report_text(views)
+    assert text.index("  rank 2: stack") < text.index("  rank 1: stack")
 
 
 def test_a_job_that_is_over() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import multiprocessing
@@ -135,10 +136,14 @@ def test_a_full_disk_costs_the_file_not_the_report_nor_the_training(tmp_path: Pa
     assert "holds the GIL" not in told[0], "nobody was asked"
 
 
+def set_limits(limits_s: dict[WaitKind, float]) -> None:
+    """In a rank: learned budgets of these sizes; the others are infinite."""
+    Budget.limit_s = lambda _, kind: limits_s.get(kind, 1e6)  # type: ignore[method-assign]
+
+
 def learned(kind: str, folder: str) -> bool:
     """With learned budgets of another size: is a rank that is late in this way reported?"""
-    limits = {WaitKind.IN_STEP: 0.5, WaitKind.BETWEEN_STEPS: 1e6, WaitKind.FIRST_TIME: 1e6}
-    Budget.limit_s = lambda _, kind: limits[kind]  # type: ignore[method-assign]
+    set_limits({WaitKind.IN_STEP: 0.5})
     model = mlp(4)
     if kind == "forward":
         model[0].register_forward_pre_hook(lambda *_: late(kind))
@@ -170,8 +175,7 @@ def test_how_long_it_waits_depends_on_what_the_awaited_rank_does(kind: str, tmp_
 
 def stopped(at: int, folder: str) -> bool:
     """With learned budgets of another size: is a rank reported that is stopped between steps?"""
-    limits = {WaitKind.IN_STEP: 0.5, WaitKind.BETWEEN_STEPS: 1e6, WaitKind.FIRST_TIME: 1e6}
-    Budget.limit_s = lambda _, kind: limits[kind]  # type: ignore[method-assign]
+    set_limits({WaitKind.IN_STEP: 0.5})
     ddp = DDP(mlp(4))
     train(ddp, at)
     if dist.get_rank() == 1:
@@ -201,6 +205,50 @@ def test_a_rank_that_is_stopped_is_no_rank_that_evaluates(at: int, tmp_path: Pat
     assert run_ranks(2, stopped, at, folder, env=env, timeout_s=120) == [True, True]
 
 
+class SlowSamples(torch.utils.data.Dataset[torch.Tensor]):
+    """The third sample takes until a stall is reported."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        until_s = time.monotonic() + 60
+        while index == 2 and not stall_files(self.folder) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        return batch(index)[0]
+
+
+def stuck_in_loader(folder: str, is_learned: bool) -> str:
+    """All ranks wait for their loaders, and no rank for another; two ranks accumulate."""
+    if is_learned:
+        set_limits({WaitKind.NOBODY_WAITS: 0.5})
+    ddp = DDP(mlp(4))
+    with ddp.no_sync() if dist.get_world_size() == 2 else contextlib.nullcontext():
+        for inputs in torch.utils.data.DataLoader(SlowSamples(folder), batch_size=1):
+            ddp(inputs).square().mean().backward()
+    return Path(folder, "stall-1.txt").read_text()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_a_stall_where_no_rank_waits_for_another(
+    world: int, is_learned: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
+    env = {"PACELINE_RUN_DIR": folder, "PACELINE_STALL_AFTER": None if is_learned else "0.5"}
+    texts = run_ranks(world, stuck_in_loader, folder, is_learned, env=env, timeout_s=120)
+    first = texts[0].split("\n", 1)[0]
+    words = "No rank waits for another; rank " if world == 2 else "Rank 0 (pid "
+    assert first.startswith(f"Stall 1: {words}"), texts[0]
+    assert "waiting for the data loader" in first
+    assert "test_watchdog.py" in first
+    assert ("is meant to take so long, nothing is wrong" in first) is is_learned
+    assert "in __getitem__" in texts[0], "its stack"
+
+
 def clean(steps: int) -> int:
     ddp = DDP(mlp(4))
     train(ddp, steps)
@@ -209,15 +257,19 @@ def clean(steps: int) -> int:
 
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_no_false_alarm_on_a_busy_machine(tmp_path: Path) -> None:
-    """Clean steps beside twice as many busy processes as there are cores."""
+@pytest.mark.parametrize("stall_after", [None, "2"], ids=["learned", "2 s"])
+def test_no_false_alarm_on_a_busy_machine(stall_after: str | None, tmp_path: Path) -> None:
+    """Clean steps beside twice as many busy processes as there are cores.
+
+    With both budgets with which tests/faults finds twelve faults of twelve.
+    """
     steps = 10_000 if os.environ.get("PACELINE_LONG") else 2_500
     busy = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
         for _ in range(2 * multiprocessing.cpu_count())
     ]
     try:
-        env = {"PACELINE_RUN_DIR": str(tmp_path)}
+        env = {"PACELINE_RUN_DIR": str(tmp_path), "PACELINE_STALL_AFTER": stall_after}
         assert run_ranks(3, clean, steps, env=env, timeout_s=800) == [steps] * 3
     finally:
         for each in busy:

@@ -16,12 +16,14 @@ reads those of others, which may be old, or missing.
     stall-1.claim    the first to create it       at a stall: its writer makes the report
     stall-1.txt      that rank                    when the report is complete
 
-A *stall* is a wait for other ranks that lasts longer than its budget (budget.py). Every rank's own
-watchdog notices its own wait. The first to create the claim asks all ranks for accounts, looks at
-the processes of this host, takes the stacks of ranks that do not answer, and writes the report. All
-others see the report's file and say its first sentence, too. A claimer that dies or is stopped
-leaves a claim without a report; after a while the next claim is free (stall-1.claim-2). One report
-for one stall: nothing more is said until this rank has ended a step, which ends the stall.
+A *stall* is a wait for other ranks that lasts longer than its budget (budget.py), or a job in which
+no rank moves. Every rank's own watchdog notices its own. The first to create the claim asks all
+ranks for accounts, looks at the processes of this host, takes the stacks of ranks that do not
+answer, and writes the report. All others see the report's file and say its first sentence, too. A
+claimer that dies or is stopped leaves a claim without a report; the claim says which process it is,
+so that ranks of its host see that at once, and others after a while: the next claim is free
+(stall-1.claim-2). One report for one stall: nothing more is said until this rank has ended a step,
+which ends the stall.
 
 [Note: the signal]
 It is sent to one thread, the watchdog's (``tgkill``), so that no system call of the program is

@@ -61,6 +61,7 @@ class Account:
         collectives: The latest ones, newest first.
         locks: Threads that wait for locks, in words; '' if none does.
         stack: Of all threads, the one that trains first.
+        usual_wait_s: How long it waits for others in a usual step, as far as was seen.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class Account:
     collectives: tuple[str, ...] = ()
     locks: str = ""
     stack: str = ""
+    usual_wait_s: float = 0.0
 
 
 def write_json(path: Path, value: Account | WatchInfo) -> None:

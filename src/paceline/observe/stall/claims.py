@@ -7,18 +7,37 @@ go up by one with each stall of the run.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.observe.private_file import write_whole
 from paceline.observe.run_folder import RunFolder
+from paceline.observe.untrusted import MAKES_NO_SENSE, MAX_PID, read_fields
+from paceline.processes import ProcessState, process_space, process_state, start_ticks
 
 REPORT_WAIT_S = 4.0
-"""How long whoever has claimed a stall may take for its report."""
+"""How long whoever has claimed a stall, and lives, may take for its report."""
 
-_MAX_REPORT_BYTES = 1 << 18
+_MAX_CLAIM_BYTES = 1 << 10
+_MAX_SENTENCE_BYTES = 1 << 13
+
+
+@dataclass(frozen=True)
+class _Claimer:
+    """Which process has claimed a stall; it may die before its report."""
+
+    space: str
+    pid: int
+    started: int
+
+    @classmethod
+    def this_process(cls) -> _Claimer:
+        pid = os.getpid()
+        return cls(process_space(), pid, start_ticks(pid))
 
 
 class Claims:
@@ -50,23 +69,41 @@ class Claims:
             OSError: No file can be made.
         """
         self._since_s = time.monotonic()
-        name = f"stall-{number}.claim" + (f"-{self._attempt}" if self._attempt > 1 else "")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            os.close(os.open(self._folder.path / name, flags, 0o600))
+            descriptor = os.open(self._path(number), flags, 0o600)
         except FileExistsError:
             return False
+        with contextlib.suppress(OSError), open(descriptor, "w") as file:
+            json.dump(asdict(_Claimer.this_process()), file)
         return True
 
     def is_abandoned(self, number: int) -> bool:
-        """Whether the claimer took too long, so that this rank now has the claim."""
-        if time.monotonic() - self._since_s < REPORT_WAIT_S or self.has_report(number):
+        """Whether the claimer is gone or took too long, so that this rank now has the claim."""
+        if self.has_report(number):
+            return False
+        is_late = time.monotonic() - self._since_s >= REPORT_WAIT_S
+        if not is_late and not self._is_claimer_gone(number):
             return False
         self._attempt += 1
         try:
             return self.claim(number)
         except OSError:
             return True  # nobody can make a file any more: each says it on its own terminal
+
+    def _path(self, number: int) -> Path:
+        attempt = f"-{self._attempt}" if self._attempt > 1 else ""
+        return self._folder.path / f"stall-{number}.claim{attempt}"
+
+    def _is_claimer_gone(self, number: int) -> bool:
+        """Whether it is dead or stopped, as far as can be seen from this host."""
+        try:
+            claimer = read_fields(self._path(number), _Claimer, _MAX_CLAIM_BYTES)
+        except MAKES_NO_SENSE:
+            return False  # not written yet, or never
+        if claimer.space != process_space() or not 0 < claimer.pid <= MAX_PID:
+            return False
+        return process_state(claimer.pid, claimer.started) is not ProcessState.ALIVE
 
     def give_up(self, number: int) -> None:
         """It was no stall: let others claim the number again."""
@@ -91,7 +128,7 @@ class Claims:
         """What a report says first."""
         try:
             with self._folder.stall(number).open("rb") as file:
-                text = file.read(_MAX_REPORT_BYTES).decode(errors="replace")
+                text = file.read(_MAX_SENTENCE_BYTES).decode(errors="replace")
         except OSError:
             return f"Stall {number}."
         return text.split("\n", 1)[0]

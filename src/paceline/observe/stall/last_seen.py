@@ -37,28 +37,32 @@ def last_seen(pid: int) -> str:
 def ended_first(pids: Iterable[int]) -> tuple[int, str]:
     """Return which of these processes of this host ended first with an exception, and with which.
 
-    0 and '' if none has, as far as is known. A process says so before it takes its groups down.
+    If none has, the first that ended without one, and ''; 0 and '' if none has ended, as far as is
+    known. A process says so before it takes its groups down.
     """
     path, wanted = os.environ.get(RUN_DIR), set(pids)
-    found: list[tuple[int, int, str]] = []
+    found: list[tuple[bool, int, int, str]] = []
     with contextlib.suppress(OSError):
         folder = RunFolder(path or "")
         for rank in folder.ranks() if path and wanted else ():
             with contextlib.suppress(OSError, RecordsError):
                 info, status = read_info(folder.events(rank)), read_status(folder.events(rank))
                 is_one = info.pid in wanted and info.host == host_name()
-                if is_one and status.activity is Activity.ENDED and status.detail:
-                    found.append((status.since_ns, info.pid, printable(status.detail)))
-    return min(found)[1:] if found else (0, "")
+                if is_one and status.activity is Activity.ENDED:
+                    words = printable(status.detail)
+                    found.append((not words, status.since_ns, info.pid, words))
+    return min(found)[2:] if found else (0, "")
 
 
 def last_activity(folder: RunFolder, rank: int) -> str:
-    """Return 'in forward, in step 6'; '' if nothing is known, or if it ended in order."""
+    """Return 'in forward, in step 6': before it ended, if it has; '' if nothing is known."""
     try:
         status = read_status(folder.events(rank))
     except (OSError, RecordsError):
         return ""
-    if status.activity is Activity.ENDED:
-        return ""
-    step = f", in step {status.step}" if status.step else ""
-    return f"{WORDS[status.activity]}{step}"
+    activity, step = status.activity, f"in step {status.step}" if status.step else ""
+    if activity is Activity.ENDED:
+        activity = status.before_end or activity
+        if status.detail and step:
+            return step  # the exception has left what it was in; its place says that
+    return ", ".join(filter(None, (WORDS[activity], step)))

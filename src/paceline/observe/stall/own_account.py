@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.errors import RecordsError
@@ -10,17 +11,20 @@ from paceline.observe.records import Activity
 from paceline.observe.ring import read_status
 from paceline.observe.run_folder import RunFolder
 from paceline.observe.stall.account import Account
-from paceline.observe.stall.probes import probes
+from paceline.observe.stall.probes import Probe, probes
 from paceline.observe.stall.threads import look_at_threads
 
+_MAX_COLLECTIVES = 64
 
-def describe_self(folder: RunFolder, rank: int, token: str) -> Account:
+
+def describe_self(folder: RunFolder, rank: int, token: str, usual_wait_s: float = 0.0) -> Account:
     """Look at this process and say what it does.
 
     Args:
         folder: Of the run.
         rank: This one.
         token: Of the question that is answered.
+        usual_wait_s: How long it waits for others in a usual step.
     """
     from paceline.observe.recording import active_recorder  # it starts recorders, which start us
 
@@ -40,7 +44,15 @@ def describe_self(folder: RunFolder, rank: int, token: str) -> Account:
         token=token,
         at_ns=time.perf_counter_ns(),
         awaited="; ".join(filter(None, (probe.awaited() for probe in found))),
-        collectives=tuple(each for probe in found[:1] for each in probe.collectives()),
+        collectives=tuple(_collectives(found)),
         is_evaluating=is_evaluating,
+        usual_wait_s=usual_wait_s,
         **vars(seen),
     )
+
+
+def _collectives(found: Sequence[Probe]) -> list[str]:
+    """Those of the process, then the buckets of each wrapper."""
+    told = [each for probe in found[:1] for each in probe.collectives()]
+    told += [each for probe in found for each in probe.reductions()]
+    return told[:_MAX_COLLECTIVES]

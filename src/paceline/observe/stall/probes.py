@@ -42,7 +42,10 @@ class Probe(Protocol):
         """Return what the step under way waits for: gradients, or buckets; '' if nothing."""
 
     def collectives(self) -> list[str]:
-        """Return the latest collectives of this rank, newest first."""
+        """Return the latest collectives of this process, newest first."""
+
+    def reductions(self) -> list[str]:
+        """Return the latest reductions of the wrapper's buckets, newest first."""
 
     def locate(self, thread: int) -> InCollective | None:
         """Return the collective that a thread is in, if it is in one."""

@@ -14,12 +14,22 @@ from typing import Any
 from paceline.observe.membership import MembershipChange, read_membership
 from paceline.observe.records import Activity
 from paceline.observe.run_folder import WHO_RECORDS, RunFolder
-from paceline.observe.stall.views import RankView, behind, members
-from paceline.printable import printable
+from paceline.observe.stall.views import (
+    RankView,
+    behind,
+    by_age,
+    members,
+    missing_ranks,
+    still_training,
+)
+from paceline.printable import listed, printable
 from paceline.processes import ProcessState
 
-_SHOWN_STACKS = 4
+_MAX_CHARACTERS = 1 << 20
 _LONG_WAIT_S = 1.0
+_UNUSUAL = 2.0
+"""A wait is long if it is so many times as long as a usual one."""
+_GONE = (ProcessState.DEAD, ProcessState.STOPPED)
 _GIL = "its Python does not run: native code holds the GIL, or the process gets no CPU"
 
 
@@ -28,13 +38,26 @@ def name_culprit(views: Sequence[RankView]) -> str:
     late = behind(views)
     if not late:
         return _nobody(views)
-    first = late[0]
-    return printable(f"{_accuse(first, members(views))}{_others(late[1:])}", 1000)
+    here = members(views) if _somebody_waits(views) else still_training(views)
+    return printable(f"{_accuse(late[0], here)}{_others(late[1:])}", 1000)
+
+
+def _somebody_waits(views: Sequence[RankView]) -> bool:
+    return any(view.is_waiting for view in members(views))
 
 
 def _nobody(views: Sequence[RankView]) -> str:
     if not views:
         return "No rank has recorded anything yet."
+    missing = missing_ranks(views)
+    if missing:
+        told = f"{'Rank' if len(missing) == 1 else 'Ranks'} {listed(missing, 8)}"
+        keep, record = ("keeps", "records") if len(missing) == 1 else ("keep", "record")
+        return (
+            f"{told} {keep} the others waiting, it seems: all ranks that record into this folder "
+            f"wait for others, and {told.lower()} {record} elsewhere. Run `paceline doctor` on "
+            "their host, or look at the network between the hosts."
+        )
     return (
         "All ranks wait in the same collective, and none of them is behind: look at the network "
         "between the hosts, or for a rank that has recorded nothing."
@@ -61,7 +84,7 @@ def _accuse(view: RankView, views: Sequence[RankView]) -> str:
     why = f" ({_GIL})" if view.is_silent else ""
     if view.account is not None and view.account.locks:
         why = f"; {view.account.locks}"
-    if not any(each.is_waiting for each in views) and len(views) > 1:
+    if len(views) > 1 and not _somebody_waits(views):
         return (
             f"No rank waits for another; {view.name} has been longest in one thing: "
             f"{where}{since}{step}{at}{why}."
@@ -88,22 +111,55 @@ def _capital(text: str) -> str:
 # --- all of it -----------------------------------------------------------------------------------
 
 
-def report_text(views: Sequence[RankView], title: str = "", more: str = "") -> str:
+def report_text(
+    views: Sequence[RankView], title: str = "", more: str = "", *, most: int | None = None
+) -> str:
     """Return the whole report.
 
     Args:
         views: What is known of the ranks.
         title: Before the sentence that names the culprit.
         more: After it.
+        most: How many stacks, and collectives of how many ranks; None: all.
     """
-    late = behind(views)
+    late = _suspects(views)
+    others = [view for view in views if view not in late]
     lines = [f"{title}{name_culprit(views)}{more}", "", *_table(views)]
-    for view in late[:_SHOWN_STACKS]:
-        if view.account is not None and view.account.collectives:
-            told = "\n".join(f"    {each}" for each in view.account.collectives)
-            lines += ["", f"  last collectives of rank {view.rank}, newest first:", told]
-        lines += ["", f"  rank {view.rank}: {_stack(view)}"]
-    return printable("\n".join(lines), 60_000)
+    lines += _collectives([*late, *others], most)
+    stacks = _stacks(late)
+    for ranks, stack in stacks[:most]:
+        lines += ["", f"  {ranks}: {stack}"]
+    left_out = len(stacks) - len(stacks[:most])
+    if left_out:
+        lines += ["", f"  and {left_out} more stack{'s' if left_out > 1 else ''} in the file"]
+    return printable("\n".join(lines), _MAX_CHARACTERS)
+
+
+def _suspects(views: Sequence[RankView]) -> list[RankView]:
+    """Who is behind; if nobody waits, all that are at work."""
+    if _somebody_waits(views):
+        return behind(views)
+    return by_age(still_training(views))
+
+
+def _collectives(views: Sequence[RankView], most: int | None) -> list[str]:
+    lines = []
+    for view in [v for v in views if v.account is not None and v.account.collectives][:most]:
+        assert view.account is not None
+        lines += ["", f"  last collectives of rank {view.rank}, newest first:"]
+        lines += [f"    {each}" for each in view.account.collectives]
+    return lines
+
+
+def _stacks(views: Sequence[RankView]) -> list[tuple[str, str]]:
+    """Return the stacks, each with the ranks that have it: often many are at the same line."""
+    ranks: dict[str, list[int]] = {}
+    for view in views:
+        ranks.setdefault(_stack(view), []).append(view.rank)
+    return [
+        (f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}", stack)
+        for stack, found in ranks.items()
+    ]
 
 
 def _stack(view: RankView) -> str:
@@ -185,12 +241,16 @@ def _as_json(view: RankView, *, is_behind: bool) -> dict[str, Any]:
 
 def is_stalled(views: Sequence[RankView]) -> bool:
     """Whether a rank waits that no healthy step keeps waiting, or one is dead or stopped."""
-    gone = (ProcessState.DEAD, ProcessState.STOPPED)
+    here = members(views)
     if is_ended(views):
         return False
-    here = members(views)
-    waits = any(view.is_waiting and view.age_s > _LONG_WAIT_S for view in here)
-    return waits or any(view.state in gone for view in here)
+    lost = [view for view in still_training(views) if view.state in _GONE]
+    return bool(lost) or any(_waits_long(view) for view in here)
+
+
+def _waits_long(view: RankView) -> bool:
+    usual_s = view.account.usual_wait_s if view.account is not None else 0.0
+    return view.is_waiting and view.age_s > max(_LONG_WAIT_S, _UNUSUAL * usual_s)
 
 
 def is_ended(views: Sequence[RankView]) -> bool:

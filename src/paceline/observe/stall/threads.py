@@ -25,6 +25,7 @@ from paceline.observe.stall.stacks import fold
 _FRAMES = 100
 _LOADER = os.path.join("torch", "utils", "data")
 _OPTIMIZERS = os.path.join("torch", "optim")
+_AUTOGRAD = os.path.join("torch", "autograd", "graph.py")
 _COMPILERS = (
     os.path.join("torch", "_dynamo", "convert_frame.py"),
     os.path.join("torch", "_inductor"),
@@ -94,12 +95,18 @@ def _training_thread(probes: Sequence[Probe]) -> int:
 
 
 def _describe(activity: Activity, frames: Sequence[FrameType], probes: Sequence[Probe]) -> str:
-    """Say what a thread does, from its innermost frame out."""
+    """Say what a thread does, from its innermost frame out.
+
+    After a forward under ``no_sync`` nothing is recorded before the next one: its backward, and the
+    loader, are found by their frames.
+    """
+    if activity not in (Activity.FORWARD, Activity.BACKWARD) and _is_in(frames, _LOADER):
+        return "waiting for the data loader"
+    if activity is Activity.LOSS and _is_in(frames, _AUTOGRAD):
+        return WORDS[Activity.BACKWARD]
     if activity in (Activity.FORWARD, Activity.LOSS):
         module = _innermost_module(frames, probes)
         return f"in forward of {module}" if module else WORDS[activity]
-    if _is_in(frames, _LOADER):
-        return "waiting for the data loader"
     if activity in (Activity.REDUCED, Activity.INPUT) and _is_in(frames, _OPTIMIZERS):
         return WORDS[Activity.OPTIMIZER]
     return WORDS[activity]

@@ -82,6 +82,13 @@ class RankView:
         return is_silent and self.state is ProcessState.ALIVE
 
     @property
+    def may_answer(self) -> bool:
+        """It was asked, has not answered, and is not known to be unable to."""
+        has_ended = self.status.activity is Activity.ENDED
+        is_far = self.state is ProcessState.UNKNOWN and self.account is None and not has_ended
+        return self.is_silent or (is_far and self.was_asked and self.watch is not None)
+
+    @property
     def is_waiting(self) -> bool:
         """It waits for other ranks, as far as is known."""
         if self.state in (ProcessState.DEAD, ProcessState.STOPPED) or self.is_silent:
@@ -127,7 +134,7 @@ def look_at_ranks(folder: RunFolder, answer_s: float, own: Account | None = None
     until_s = time.monotonic() + answer_s
     while True:
         views = [_with_account(folder, view, token, asked_ns, own) for view in views]
-        if not any(view.is_silent for view in views) or time.monotonic() >= until_s:
+        if not any(view.may_answer for view in views) or time.monotonic() >= until_s:
             break
         time.sleep(_PAUSE_S)
     changes = read_membership(folder.membership)
@@ -214,9 +221,25 @@ def members(views: Sequence[RankView]) -> list[RankView]:
     return [view for view in views if view.standing is Standing.MEMBER]
 
 
+def still_training(views: Sequence[RankView]) -> list[RankView]:
+    """Leave out also those that have ended in order: if nobody waits, they keep nobody."""
+    return [v for v in members(views) if v.status.activity != Activity.ENDED or v.status.detail]
+
+
+def missing_ranks(views: Sequence[RankView]) -> list[int]:
+    """Return the ranks of the job that record into no file here: into another host's folder."""
+    worlds = {view.info.world for view in views if view.info is not None}
+    seen = {view.rank for view in views}
+    if len(worlds) != 1 or max(seen) >= max(worlds):
+        return []  # ranks of several jobs, or of an elastic one
+    return sorted(set(range(worlds.pop())) - seen)
+
+
 def behind(views: Sequence[RankView]) -> list[RankView]:
     """Return the ranks that keep the others waiting, the likeliest first."""
     views = members(views)
+    if not any(view.is_waiting for view in views):
+        views = still_training(views)
     gone = [v for v in views if v.state is ProcessState.DEAD]
     if gone:
         return sorted(gone, key=lambda v: v.status.beat_ns)
@@ -227,8 +250,13 @@ def behind(views: Sequence[RankView]) -> list[RankView]:
     if busy and len(busy) < len(views):
         return sorted(busy, key=_position)
     if busy:  # nobody waits: the one that has been longest in one thing
-        return sorted(busy, key=lambda v: -v.age_s)[:1]
+        return by_age(busy)[:1]
     return _odd_ones(views)
+
+
+def by_age(views: Sequence[RankView]) -> list[RankView]:
+    """The one that has been longest in one thing first."""
+    return sorted(views, key=lambda view: -view.age_s)
 
 
 def _position(view: RankView) -> tuple[int, int, float]:

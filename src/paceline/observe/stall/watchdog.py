@@ -1,4 +1,4 @@
-"""The watchdog of a rank: a thread that sleeps, looks, and speaks when somebody waits too long.
+"""The watchdog of a rank: a thread that sleeps, looks, and speaks when something takes too long.
 
 Started by :mod:`paceline.observe.stall.start` with the first wrapper of a process that records into
 a run folder. It reads what the rank records about itself, so that a step costs nothing. What it
@@ -24,16 +24,16 @@ from paceline.forks import Owner
 from paceline.observe.records import Activity, Status
 from paceline.observe.ring import read_status
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.account import WatchInfo, write_json
-from paceline.observe.stall.budget import FIRST_STEPS, Budget, WaitKind, ended_wait_s
+from paceline.observe.stall.account import Account, WatchInfo, write_json
 from paceline.observe.stall.claims import Claims
 from paceline.observe.stall.own_account import describe_self
+from paceline.observe.stall.patience import Patience
 from paceline.observe.stall.probes import probes
 from paceline.observe.stall.report import name_culprit, report_text
 from paceline.observe.stall.stacks import StackWriter
-from paceline.observe.stall.views import RankView, behind, look_at_files, look_at_ranks
+from paceline.observe.stall.views import look_at_ranks
 from paceline.observe.untrusted import read_bounded
-from paceline.processes import ProcessState, host_name, process_space, start_ticks
+from paceline.processes import host_name, process_space, start_ticks
 
 logger = logging.getLogger("paceline")
 
@@ -41,7 +41,9 @@ _TICKS = (0.1, 1.0)
 _ANSWER_S = 1.5
 _CLOSE_S = 5.0
 _MAX_TOKEN = 64
-_COMPUTING = (Activity.FORWARD, Activity.LOSS, Activity.BACKWARD, Activity.OPTIMIZER)
+_SHOWN_STACKS = 4
+"""On the terminal; the file has all."""
+_NO_HARM = " If that is meant to take so long, nothing is wrong."
 
 
 class WatchdogPhase(enum.Enum):
@@ -81,15 +83,15 @@ class Watchdog:
 
     def __init__(self, folder: RunFolder, rank: int, stall_after_s: float | None) -> None:
         self._folder, self._rank = folder, rank
-        self._budget = Budget(stall_after_s)
-        self._tick_s = min(max(self._budget.shortest_s / 8, _TICKS[0]), _TICKS[1])
+        self._patience = Patience(folder, rank, stall_after_s)
+        shortest_s = self._patience.budget.shortest_s
+        self._tick_s = min(max(shortest_s / 8, _TICKS[0]), _TICKS[1])
         self._claims = Claims(folder)
         self._stacks = StackWriter(folder.stacks(rank))
         self._asked = self._read_ask()
         self._phase = WatchdogPhase.QUIET
         self._stall: _Stall | None = None
         self._last = Status(Activity.STARTING, 0, 0, 0)
-        self._collective_since: tuple[str, float] = ("", 0.0)
         self._has_complained = False
         self._owner = Owner()
         self._wake = threading.Event()
@@ -141,21 +143,15 @@ class Watchdog:
         asked = self._read_ask()
         if asked != self._asked:
             self._asked = asked
-            account = describe_self(self._folder, self._rank, asked)
+            account = self._describe_self(asked)
             self._try(lambda: write_json(self._folder.account(self._rank), account))
         try:
             status = read_status(self._folder.events(self._rank))
         except (OSError, RecordsError):
             return
-        self._learn(status)
+        self._patience.learn(self._last, status)
         self._follow(status)
         self._last = status
-
-    def _learn(self, status: Status) -> None:
-        """See which wait has ended since the last look."""
-        wait_s = ended_wait_s(self._last, status)
-        if wait_s is not None:
-            self._budget.learn(wait_s)
 
     def _follow(self, status: Status) -> None:
         if self._phase is not WatchdogPhase.QUIET and self._is_over(status):
@@ -165,46 +161,18 @@ class Watchdog:
             if number:  # another rank was first
                 self._begin(number, status)
                 self._show(number)
-            elif self._is_stalled(status):
+            elif self._patience.is_stalled(status):
                 self._raise_alarm(status)
         elif self._phase is WatchdogPhase.ALARMED:
             self._wait_report(status)
 
+    def _describe_self(self, asked: str) -> Account:
+        usual_s = self._patience.budget.usual_wait_s
+        return describe_self(self._folder, self._rank, asked, usual_s)
+
     def _is_over(self, status: Status) -> bool:
         stall = self._stall
         return stall is not None and status.step > stall.step
-
-    def _is_stalled(self, status: Status) -> bool:
-        """Say whether this rank has waited too long, and if so for a rank that may not take it."""
-        waited_s = self._waited_s(status)
-        if waited_s < self._budget.shortest_s:
-            return False
-        if self._budget.fixed_s is not None:
-            return True
-        late = behind(look_at_files(self._folder))
-        return waited_s >= self._budget.limit_s(_wait_kind(late, status))
-
-    def _waited_s(self, status: Status) -> float:
-        """For how long this rank has waited for others; with a fixed budget, or computed."""
-        now_ns = time.perf_counter_ns()
-        age_s = (now_ns - status.since_ns) / 1e9 if status.since_ns else 0.0
-        if status.activity is Activity.WAITING:
-            return age_s
-        if self._budget.fixed_s is not None and status.activity in _COMPUTING:
-            return age_s
-        if age_s < self._budget.shortest_s or status.activity is Activity.ENDED:
-            return 0.0
-        return self._in_collective_s()
-
-    def _in_collective_s(self) -> float:
-        """For how long the thread that trains has been inside of one call of a collective."""
-        found = (each for p in probes() if (each := p.locate(p.thread)) is not None)
-        inside = next(found, None)
-        key = f"{inside.call}/{inside.place}" if inside is not None and inside.is_waiting else ""
-        now_s = time.monotonic()
-        if not key or key != self._collective_since[0]:
-            self._collective_since = (key, now_s)
-        return now_s - self._collective_since[1] if key else 0.0
 
     # --- telling -------------------------------------------------------------------------------
 
@@ -228,40 +196,28 @@ class Watchdog:
         assert stall is not None
         if self._claims.has_report(stall.number):
             self._show(stall.number)
-        elif self._claims.is_abandoned(stall.number) and self._is_stalled(status):
+        elif self._claims.is_abandoned(stall.number) and self._patience.is_stalled(status):
             self._begin(stall.number, status, is_mine=True)
             self._make_report(stall.number)
 
     def _make_report(self, number: int) -> None:
-        views = look_at_ranks(
-            self._folder, _ANSWER_S + self._tick_s, describe_self(self._folder, self._rank, "")
-        )
-        if self._is_excused(views):
+        own = self._describe_self("")
+        views = look_at_ranks(self._folder, _ANSWER_S + self._tick_s, own)
+        if self._patience.is_excused(views):
             self._claims.give_up(number)
             self._phase, self._stall = WatchdogPhase.QUIET, None
             return
         self._asked = self._read_ask()
-        text = report_text(views, f"Stall {number}: ")
+        title, more = f"Stall {number}: ", _NO_HARM if self._patience.is_of_nobody else ""
+        text = report_text(views, title, more)
         self._try(lambda: self._claims.write_report(number, text))
         path = self._folder.stall(number)
+        shown = report_text(views, title, more, most=_SHOWN_STACKS)
         self._say(
-            f"{text}\n\n  This is in {path}; `paceline doctor {self._folder.path}` looks again."
+            f"{shown}\n\n  This is in {path}; `paceline doctor {self._folder.path}` looks again."
         )
         self._note(f"stall {number}: {name_culprit(views)}")
         self._phase = WatchdogPhase.TOLD
-
-    def _is_excused(self, views: list[RankView]) -> bool:
-        """What looked like a stall is a compilation or an evaluation, and may take longer."""
-        told = [view.account for view in behind(views) if view.account is not None]
-        kinds = [WaitKind.FIRST_TIME] * any(each.is_compiling for each in told)
-        kinds += [WaitKind.BETWEEN_STEPS] * any(each.is_evaluating for each in told)
-        if not kinds or self._budget.fixed_s is not None:
-            return False
-        try:
-            waited_s = self._waited_s(read_status(self._folder.events(self._rank)))
-        except (OSError, RecordsError):
-            return False
-        return waited_s < max(map(self._budget.limit_s, kinds))
 
     def _show(self, number: int) -> None:
         """Say on this rank what another one has found."""
@@ -275,8 +231,9 @@ class Watchdog:
         assert stall is not None
         self._claims.forget(stall.number)
         if stall.is_mine:
+            what = f"step {stall.step}" if stall.step else "training"
             text = (
-                f"Stall {stall.number} is over: step {stall.step} went on "
+                f"Stall {stall.number} is over: {what} went on "
                 f"{time.monotonic() - stall.began_s:.1f} s after the report."
             )
             self._try(lambda: self._claims.append(stall.number, f"\n{text}\n"))
@@ -322,14 +279,3 @@ class Watchdog:
 def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # a closed terminal
         print(text, file=sys.stderr, flush=True)
-
-
-def _wait_kind(late: list[RankView], status: Status) -> WaitKind:
-    """What this rank waits for, by the rank that is furthest behind."""
-    if late and late[0].state in (ProcessState.DEAD, ProcessState.STOPPED):
-        return WaitKind.IN_STEP  # wherever it was: it will not go on
-    if status.step <= FIRST_STEPS:
-        return WaitKind.FIRST_TIME
-    activity = late[0].status.activity if late else Activity.FORWARD
-    between = (Activity.STARTING, Activity.INPUT, Activity.REDUCED, Activity.ENDED)
-    return WaitKind.BETWEEN_STEPS if activity in between else WaitKind.IN_STEP
