@@ -11,6 +11,8 @@ import time
 import pytest
 
 from paceline.cli import demo, main
+from paceline.launch.kernel import descendants
+from tests.cli.launched import until
 
 DEADLINE_S = 250
 
@@ -95,8 +97,8 @@ class TestDemo:
             start_new_session=True,
         ) as process:
             assert process.stdout is not None
-            process.stdout.readline()  # the ranks are starting, or training by now
-            time.sleep(1.0)
+            process.stdout.readline()
+            until(lambda: len(descendants(process.pid)) >= 2, "no rank has started")
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
             _, errors = process.communicate(timeout=60)
         assert process.returncode == 130
