@@ -32,8 +32,11 @@ help: ## this list
 demo: $(VENV)/.installed-demo ## torch's DDP beside Paceline's, and a rank that dies (ARGS="--ranks 4")
 	@$(BIN)/paceline demo $(ARGS)
 
-test: lint types iproute2 chromium ## lint, types, and the tests that show that it works
-	PACELINE_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
+# Types are checked beside the tests, of which many wait; what is wrong is said in the end.
+test: lint iproute2 chromium ## lint, types, and the tests that show that it works
+	@mkdir -p build; $(MAKE) -s types > build/types.log 2>&1 & types=$$!; \
+	PACELINE_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS); tests=$$?; \
+	wait $$types; types=$$?; cat build/types.log; exit $$((tests ? tests : types))
 
 test-all: test-slow test-alone ## what `make test` leaves out: attacks, soaks, timing, large runs
 

@@ -1,7 +1,8 @@
-"""What a call raises, as ranks can send it: for tests that compare our errors with torch's."""
+"""What a call raises or warns of, as ranks can send it: tests compare ours with torch's."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,3 +17,11 @@ def error_of(action: Callable[[], Any]) -> Raised:
     except Exception as error:
         return [kind.__name__ for kind in type(error).__mro__], str(error)
     return [], "no error"
+
+
+def warnings_of(action: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Call it; return the category and the text of each warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [(each.category.__name__, str(each.message)) for each in caught]

@@ -102,6 +102,7 @@ def test_of_a_framework(name: str) -> None:
     check(name, run(*([] if name in STARTS_RANKS else LAUNCHER), str(EXAMPLES / name)))
 
 
+@pytest.mark.slow  # that ours runs under torchrun shows integrations/test_torch_patch.py
 def test_under_torchrun() -> None:
     check("train_mlp.py", run(*LAUNCHER, str(EXAMPLES / "train_mlp.py")))
 
@@ -111,6 +112,7 @@ def test_under_torchrun() -> None:
     [
         "own_hook.py",
         "same_bits.py",
+        "train_mlp.py",
         pytest.param("recommender.py", marks=pytest.mark.slow),
         pytest.param("nanogpt.py", marks=pytest.mark.slow),
     ],

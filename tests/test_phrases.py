@@ -7,7 +7,6 @@ devices refuse a machine without accelerators, so what they do there is called d
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch.nn import parallel as torch_parallel
 import paceline
 from paceline import hooks
 from paceline.testing import run_ranks
-from tests.raising import Raised, error_of
+from tests.raising import Raised, error_of, warnings_of
 
 X = torch.ones(1, 2)
 
@@ -252,18 +251,15 @@ def test_power_sgd_too_early() -> None:
     for options in ({}, {"use_error_feedback": False}, {"warm_start": False}):
         for state in (hooks.PowerSGDState, torch_power.PowerSGDState):
             for early in (0, 1):
-                with pytest.raises(ValueError, match="Expect `start_powerSGD_iter` > 1 if"):
+                with pytest.raises(ValueError, match=TOO_EARLY):
                     state(None, start_powerSGD_iter=early, **options)
     for state in (hooks.PowerSGDState, torch_power.PowerSGDState):
         state(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
     assert hooks.PowerSGDState(None, start_powerSGD_iter=0, compresses_first_steps=True).iter == 0
 
 
-def warnings_of(action: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
+def texts_of(action: Callable[[], Any]) -> list[str]:
+    return [text for _, text in warnings_of(action)]
 
 
 def load_without_step(post_local_sgd: Any, averagers: Averagers) -> None:
@@ -272,23 +268,33 @@ def load_without_step(post_local_sgd: Any, averagers: Averagers) -> None:
     optimizer.load_state_dict(inner.state_dict())
 
 
-def warn_all() -> list[tuple[str, list[str], list[str]]]:
-    def pair(phrase: str, action: Callable[[Averagers], Any]) -> tuple[str, list[str], list[str]]:
-        return phrase, *(warnings_of(lambda a=a: action(a)) for a in (OURS, TORCHS))
-
-    optimizers = {OURS: hooks.PostLocalSGDOptimizer, TORCHS: TorchPostLocalSGD}
-    every_step = "is 1, no need to use model averaging"
-    return [
-        pair(f"When period {every_step}", lambda a: a.periodic(period=1)),
-        pair(
-            f"When the maximum period in arg ``period_group_size_dict`` {every_step}",
-            lambda a: a.hierarchical({1: 1}),
-        ),
-        pair(
+EVERY_STEP = "is 1, no need to use model averaging"
+OPTIMIZERS = {OURS: hooks.PostLocalSGDOptimizer, TORCHS: TorchPostLocalSGD}
+AVERAGERS_WARN: list[tuple[str, Callable[[Averagers], Any]]] = [
+    (f"When period {EVERY_STEP}", lambda a: a.periodic(period=1)),
+    (
+        f"When the maximum period in arg ``period_group_size_dict`` {EVERY_STEP}",
+        lambda a: a.hierarchical({1: 1}),
+    ),
+    (
+        (
             "Loaded state dict does not contain a step counter for an averager. Setting step "
-            "counter to 0",
-            lambda a: load_without_step(optimizers[a], a),
+            "counter to 0"
         ),
+        lambda a: load_without_step(OPTIMIZERS[a], a),
+    ),
+]
+SCALARS = (
+    "Was asked to gather along dimension 0, but all input tensors were scalars; will instead "
+    "unsqueeze and return a vector"
+)
+TOO_EARLY = "Expect `start_powerSGD_iter` > 1 if"
+
+
+def warn_all() -> list[tuple[str, list[str], list[str]]]:
+    return [
+        (phrase, *(texts_of(lambda a=a, run=run: run(a)) for a in (OURS, TORCHS)))
+        for phrase, run in AVERAGERS_WARN
     ]
 
 
@@ -300,10 +306,16 @@ def test_warnings_begin_as_torchs() -> None:
             assert texts[0].startswith(phrase)
 
 
+NO_DEVICES = "no available devices were found"
+
+
+def test_no_devices() -> None:
+    """torch asks for an accelerator first."""
+    with pytest.raises(RuntimeError, match=NO_DEVICES):
+        paceline.data_parallel(nn.Identity(), X, [])
+
+
 def test_gathered_scalars() -> None:
     """torch's gather needs an accelerator to come so far."""
-    (text,) = warnings_of(lambda: paceline.gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu"))
-    assert text.startswith(
-        "Was asked to gather along dimension 0, but all input tensors were scalars; will instead "
-        "unsqueeze and return a vector"
-    )
+    (text,) = texts_of(lambda: paceline.gather([torch.tensor(1.0), torch.tensor(2.0)], "cpu"))
+    assert text.startswith(SCALARS)

@@ -11,6 +11,8 @@ import time
 import pytest
 
 from paceline.cli import demo, main
+from paceline.launch.kernel import descendants
+from tests.cli.launched import until
 
 DEADLINE_S = 250
 
@@ -84,6 +86,7 @@ class TestDemo:
         assert main(["demo"]) == 2
         assert "pip install scikit-learn" in capsys.readouterr().err
 
+    @pytest.mark.slow  # in `make test`: test_run_ctrl_c.py
     def test_ctrl_c_stops_everything(self) -> None:
         pytest.importorskip("sklearn", reason="needs scikit-learn")
         command = [sys.executable, "-m", "paceline", "demo", "--epochs", "10000"]
@@ -95,8 +98,8 @@ class TestDemo:
             start_new_session=True,
         ) as process:
             assert process.stdout is not None
-            process.stdout.readline()  # the ranks are starting, or training by now
-            time.sleep(1.0)
+            process.stdout.readline()
+            until(lambda: len(descendants(process.pid)) >= 2, "no rank has started")
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
             _, errors = process.communicate(timeout=60)
         assert process.returncode == 130

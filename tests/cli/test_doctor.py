@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,19 @@ def doctor(*words: str) -> dict[str, Any]:
     return {"status": done.returncode, "out": done.stdout, "err": done.stderr}
 
 
+def doctor_when_all_wait(folder: str) -> dict[str, Any]:
+    """Ask until the others wait for longer than a healthy step takes, and all have answered."""
+    answers: list[dict[str, Any]] = []
+
+    def is_told() -> bool:
+        answers.append(doctor(folder, "--json"))
+        told = json.loads(answers[-1]["out"])
+        return bool(told["stalled"]) and all(each["answers"] for each in told["ranks"])
+
+    until(is_told, "nobody waits, or not everybody answers")
+    return answers[-1]
+
+
 def late_rank(folder: str) -> list[dict[str, Any]]:
     """Rank 1 asks what is wrong while the others wait for it; it is what is wrong."""
     ddp = DDP(mlp(4))
@@ -43,8 +55,7 @@ def late_rank(folder: str) -> list[dict[str, Any]]:
     found = []
     for step in range(6):
         if step == 4 and dist.get_rank() == 1:
-            time.sleep(1.5)  # longer than a healthy step keeps anybody waiting
-            found = [doctor(folder, "--json"), doctor(folder)]
+            found = [doctor_when_all_wait(folder), doctor(folder)]
         optimizer.zero_grad()
         ddp(batch(step)).square().mean().backward()
         optimizer.step()

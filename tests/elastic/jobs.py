@@ -12,11 +12,14 @@ from typing import Any
 
 from paceline.elastic.job import ElasticJob, ElasticPlan
 from paceline.elastic.members import ElasticPolicy
+from paceline.elastic.stuck import StuckWatch, least_far
+from paceline.errors import RecordsError
 from paceline.launch.fork_server import ForkServer, shared_fork_server
 from paceline.launch.job import JobPlan
 from paceline.launch.rendezvous import Endpoint, JobHosts
 from paceline.launch.screen import Screen
 from paceline.launch.target import Target, TargetKind
+from paceline.observe.ring import read_status
 from paceline.observe.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parent / "script.py"
@@ -34,6 +37,7 @@ class JobOnSharedServer(ElasticJob):
     on_wait: Callable[[JobOnSharedServer], None] | None = None
     hurries: Callable[[list[int]], bool] | None = None
     is_late = False
+    once_stuck_after_s = 0.0
 
     def _served(self) -> contextlib.AbstractContextManager[ForkServer]:
         self.deadline_s = time.monotonic() + DEADLINE_S
@@ -46,9 +50,35 @@ class JobOnSharedServer(ElasticJob):
         if self.hurries is not None and self.hurries(self.worlds()):
             self.hurries = None
             Path(self._plan.target.args[0], HURRY).touch()
+        if self.once_stuck_after_s:
+            self._watch_stuck()
         if time.monotonic() > self.deadline_s and not self.is_late:
             self.is_late = True
             self.fail("the test took too long")
+
+    def _watch_stuck(self) -> None:
+        """Judge who is stuck while one rank has its fault and is behind all others.
+
+        So no rank is killed that is only slow.
+        """
+        if self._kill_reasons:
+            self.once_stuck_after_s = 0.0
+        has_fired = any(Path(self._plan.target.args[0]).glob("fired-*"))
+        is_sure = has_fired and len(least_far(self._progress())) == 1
+        after_s = self.once_stuck_after_s if is_sure else 0.0
+        if bool(after_s) != (self._stuck.until_next_s() is not None):
+            self._stuck = StuckWatch(self._folder, after_s)
+
+    def _progress(self) -> dict[int, tuple[int, int] | None]:
+        members = self._agent.members.values() if self._agent is not None else ()
+        return {each.id: self._progress_of(each.slot) for each in members}
+
+    def _progress_of(self, slot: int) -> tuple[int, int] | None:
+        try:
+            status = read_status(self._folder.events(slot))
+        except (OSError, RecordsError):
+            return None
+        return status.step, status.activity
 
     def worlds(self) -> list[int]:
         """Of how many ranks the job has been so far, one number for each time they have met."""
@@ -87,6 +117,7 @@ def run_job(
     steps: int = 20,
     faults: Sequence[Fault] = (),
     stuck_after_s: float = 0.0,
+    once_stuck_after_s: float = 0.0,
     lease_s: float = 15.0,
     pause_s: float = 0.0,
     hurries: Callable[[list[int]], bool] | None = None,
@@ -101,6 +132,7 @@ def run_job(
     Args:
         pause_s: After each step: others come and go meanwhile.
         hurries: Whether there need be no more pauses, by the numbers of ranks so far.
+        once_stuck_after_s: The same as ``stuck_after_s``, but for the first fault only.
         options: For the script; everything that is not named here is for the policy.
         shutdown_s: From SIGTERM to SIGKILL.
     """
@@ -121,6 +153,7 @@ def run_job(
     with Screen() as screen:
         job = JobOnSharedServer(plan, folder, screen, elastic)
         job.on_wait, job.hurries = on_wait, hurries
+        job.once_stuck_after_s = once_stuck_after_s
         return Ended(job.run(), out, folder)
 
 

@@ -60,14 +60,14 @@ def test_two_at_once(tmp_path: Path) -> None:
 
 def test_a_stopped_rank_counts_as_dead_after_the_deadline(tmp_path: Path) -> None:
     faults = [("stop", "forward", 5, 1)]
-    ended = run_job(tmp_path, faults=faults, hold_s=60.0, stuck_after_s=1.0)
+    ended = run_job(tmp_path, faults=faults, hold_s=60.0, once_stuck_after_s=1.0)
     check(ended, faults=1, world=3)
     assert "was killed: it was stopped in step" in ended.events()[-1]["why"]
 
 
 def test_a_stuck_rank_counts_as_dead_after_the_deadline(tmp_path: Path) -> None:
     faults = [("hang", "between", 5, 1)]
-    ended = run_job(tmp_path, faults=faults, hold_s=60.0, stuck_after_s=4.0, steps=12)
+    ended = run_job(tmp_path, faults=faults, hold_s=60.0, once_stuck_after_s=1.0, steps=12)
     check(ended, faults=1, world=3, steps=12)
     why = ended.events()[-1]["why"]
     assert "was killed: it was stuck in step" in why

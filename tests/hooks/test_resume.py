@@ -83,8 +83,16 @@ def bits(model: nn.Module) -> bytes:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
+OTHERS = [("torch", 3), ("paceline", 2), ("torch", 2)]
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "world"),
+    [
+        ("paceline", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
+    ],
+)
 def test_same_bits(wrapper: str, world: int) -> None:
     def on_rank() -> list[str]:
         different = []

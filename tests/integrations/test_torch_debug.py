@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import ConfigurationError
 from paceline.testing import run_ranks
+from tests.cli.launched import until
 from tests.ddp.compare import batch
 from tests.ddp.models import mlp
 
@@ -40,7 +40,7 @@ def late_rank() -> str:
     found = ""
     for step in range(6):
         if step == 4 and dist.get_rank() == 1:
-            time.sleep(1.5)  # longer than a healthy step keeps anybody waiting
+            until(lambda: "waiting for other ranks" in show(), "nobody waits")
             found = show()
         optimizer.zero_grad()
         ddp(batch(step)).square().mean().backward()

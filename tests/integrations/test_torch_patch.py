@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 import paceline
 from paceline.testing import run_ranks
 from paceline.torch_private.modules import TorchDDP
+from tests.script_job import run_script
 
 NAMES = (
     "torch.nn.parallel.DistributedDataParallel",
@@ -138,11 +140,9 @@ def test_torchs_replicate_builds_on_ours() -> None:
         assert theirs == ours
 
 
-def run_script(*words: str, patch: str | None) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env.pop("PACELINE_PATCH", None)
-    if patch is not None:
-        env["PACELINE_PATCH"] = patch
+def run_patched(*words: str) -> str:
+    """Under torchrun."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PACELINE_PATCH": "1"}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
         [sys.executable, *launcher, str(SCRIPT), *words],
@@ -151,18 +151,23 @@ def run_script(*words: str, patch: str | None) -> str:
         timeout=DEADLINE_S,
         env=env,
     )
-    # torch's own class, on a busy machine, may abort at exit: gloo_threads.py says why.
-    assert result.returncode == 0 or (patch == "0" and result.stdout), result.stderr
+    assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
 
-def test_a_script_that_knows_torch_only() -> None:
-    theirs, _, their_losses = run_script(patch="0").partition(" ")
-    ours, _, our_losses = run_script(patch="1").partition(" ")
+def test_a_script_that_knows_torch_only(tmp_path: Path) -> None:
+    theirs, their_losses = told(run_script(SCRIPT, tmp_path))
+    ours, our_losses = told(run_patched())
     assert (theirs, ours) == ("torch.nn.parallel.distributed", "paceline.ddp.wrapper")
-    assert their_losses == our_losses
+    # Not bit for bit: under torchrun torch has other threads than in ranks of the fork server.
+    assert our_losses == pytest.approx(their_losses, rel=1e-4)
+
+
+def told(line: str) -> tuple[str, list[float]]:
+    name, _, losses = line.strip().partition(" ")
+    return name, [float.fromhex(loss) for loss in ast.literal_eval(losses)]
 
 
 @pytest.mark.slow
 def test_sync_batch_norm_runs_on_cpu() -> None:
-    assert run_script("sync", patch="1").startswith("paceline.ddp.wrapper")
+    assert run_patched("sync").startswith("paceline.ddp.wrapper")

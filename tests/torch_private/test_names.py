@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -54,10 +55,13 @@ def functions_of(path: Path) -> set[str]:
 
 
 ELSEWHERE = [path for path in sorted(SOURCE.rglob("*.py")) if path.parent != FOLDER]
-# Without those that classes of ours have, too.
-OF_TORCHS_OBJECTS = {path.rpartition(".")[2] for path in names.METHODS}.difference(
-    *map(functions_of, ELSEWHERE)
-)
+
+
+@functools.cache
+def of_torchs_objects() -> set[str]:
+    """Without those that classes of ours have, too."""
+    methods = {path.rpartition(".")[2] for path in names.METHODS}
+    return methods.difference(*map(functions_of, ELSEWHERE))
 
 
 def outermost(node: ast.Attribute) -> str:
@@ -82,7 +86,7 @@ def torchs_private_names(tree: ast.Module) -> set[str]:
             used += [f"{node.module}.{each.name}" for each in node.names]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (
-            outermost(node) in torchs or node.attr in OF_TORCHS_OBJECTS
+            outermost(node) in torchs or node.attr in of_torchs_objects()
         ):
             used.append(node.attr)
     return {part for path in used for part in private_parts(path)}

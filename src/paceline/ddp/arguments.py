@@ -183,8 +183,8 @@ def choose_buffers(
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
             _deprecate(
-                "`broadcast_buffers` and `forward_sync_buffers` were both given. "
-                "`broadcast_buffers` is deprecated and is ignored here; leave it out."
+                "Both `broadcast_buffers` and `forward_sync_buffers` were specified. "
+                "`broadcast_buffers` is deprecated and its value is ignored; leave it out."
             )
         return BufferArguments(forward_sync_buffers, at_construction=True)
     if broadcast_buffers is None:
@@ -216,7 +216,20 @@ def choose_interval(check_every: int | None) -> int:
 def warn_check_reduction(check_reduction: bool) -> None:
     """Warn of an argument that has had no effect for years."""
     if check_reduction:
-        _deprecate("`check_reduction` is deprecated and has no effect. Leave it out.")
+        _deprecate(
+            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated and "
+            "has no effect. Leave it out."
+        )
+
+
+def warn_unused_and_static(find_unused: bool, static_graph: bool) -> None:
+    """Warn whoever asks for both: the first static step finds the unused parameters."""
+    if find_unused and static_graph:
+        warnings.warn(
+            "You passed find_unused_parameters=true to DistributedDataParallel, and a static "
+            "graph: that finds unused parameters by itself. Leave find_unused_parameters out.",
+            stacklevel=3,
+        )
 
 
 def _deprecate(message: str) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from paceline.ddp.agree.init_sync import BROADCAST_CHUNK_BYTES, broadcast_module
 from paceline.ddp.agree.peers import Peers
+from paceline.ddp.arguments import warn_unused_and_static
 from paceline.ddp.features.buffers import Moment, RegisteredBufferHook
 from paceline.ddp.features.join import find_common_rank
 from paceline.ddp.logging_data import LoggingNames
@@ -252,7 +253,7 @@ class TorchSurface(LoggingNames, ManualFinalization):
             raise excludes_shards("static_graph")
         if self.static_graph:
             warnings.warn(
-                "static_graph is set already; there is no need to set it again.", stacklevel=2
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
         if self._forwards:
@@ -270,6 +271,7 @@ class TorchSurface(LoggingNames, ManualFinalization):
         if self.reducer is not None:
             self.reducer.runner.change_policy(self._settings.policy)
         self.logger.set("static_graph", 1)
+        warn_unused_and_static(self.find_unused_parameters, True)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Kept for torch's callers: outputs are never cloned here."""

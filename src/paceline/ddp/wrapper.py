@@ -142,6 +142,7 @@ class DistributedDataParallel(ShardedTraining, TorchSurface):
         given["shards"] = choose_shards(shards, given)
         self.device_mesh = device_mesh
         arguments.warn_check_reduction(check_reduction)
+        arguments.warn_unused_and_static(find_unused_parameters, static_graph)
         arguments.prepare_mesh(module, device_mesh)
         delayed = list(delay_all_reduce_named_params or [])
         self._find_parameters(module, {name for name, _ in delayed})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from paceline.cli import main
+from paceline.cli.bench import hybrid
 from paceline.cli.bench.hybrid import ps_servers
 from paceline.cli.bench.hybrid.model import LEARNING_RATE, dense_network, epoch, table_weight
-from paceline.cli.bench.hybrid.plan import HybridPlan, RouteName, choose_port, parse_routes
+from paceline.cli.bench.hybrid.plan import (
+    HybridPlan,
+    OptimizerName,
+    RouteName,
+    choose_port,
+    parse_routes,
+)
 from paceline.cli.bench.hybrid.ranks import EpochSample, TrainerResult, run_process
 from paceline.cli.bench.hybrid.report import Report, percentile
 from paceline.errors import ConfigurationError
 from paceline.launch.kernel import descendants
+from paceline.ps.protocol.wire import Kind, read_head
+from paceline.ps.storage.journal import read_journal
 from paceline.testing import run_ranks
 
 SMALL = ["--embeddings", "40", "--dim", "128", "--warmup-cycles", "1", "--cycles", "2"]
@@ -53,23 +65,41 @@ def train(plan: HybridPlan, trainer: int, steps: dict[str, Any]) -> dict[str, An
     return {"found": found, "threads": torch.get_num_threads()}
 
 
-def train_on(plan: HybridPlan) -> list[dict[str, Any]]:
-    """Run every route; return what each trainer brought."""
+def plan_of_words(*words: str) -> HybridPlan:
+    """As the command reads its options."""
+    parser = argparse.ArgumentParser()
+    hybrid.add_arguments(parser)
+    sizes = ["--embeddings", "40", "--dim", "128", "--warmup-cycles", "0", "--cycles", "3"]
+    return hybrid._plan(parser.parse_args([*sizes, "--launches", "1", *words]))
+
+
+def train_on(
+    plan: HybridPlan, look: Callable[[HybridPlan], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """Run every route; return what each trainer brought. Look before the servers end."""
     whole: list[dict[str, Any]] = [{"found": {}} for _ in range(plan.trainers)]
     for part in plan.parts:
         with ps_servers(part) as addresses:
             part = part.with_ps(addresses).at_port(choose_port("127.0.0.1", 0))
             results = run_ranks(part.world, run_process, part, train, init=False)
+            look(part)
         for mine, result in zip(whole, filter(None, results), strict=True):
             mine["found"] |= result["found"]
             mine["threads"] = result["threads"]
     return whole
 
 
+def pushes_in(journal: Path) -> int:
+    number = int(journal.stem.partition("-")[2])
+    heads = [read_head(frames[0])[0] for frames in read_journal(journal, number, may_be_torn=False)]
+    return sum(head.kind is Kind.PUSH for head in heads)
+
+
 def train_plainly(plan: HybridPlan) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
     dense = dense_network(plan.seed)
     weights = [nn.Parameter(table_weight(plan, table)) for table in plan.table_order]
-    optimizer = torch.optim.SGD([*dense.parameters(), *weights], lr=LEARNING_RATE)
+    kind = {OptimizerName.SGD: torch.optim.SGD, OptimizerName.ADAGRAD: torch.optim.Adagrad}
+    optimizer = kind[plan.optimizer]([*dense.parameters(), *weights], lr=LEARNING_RATE)
     losses = []
     for cycle in range(plan.cycles):
         for batch in epoch(plan, 0, cycle):
@@ -82,10 +112,26 @@ def train_plainly(plan: HybridPlan) -> tuple[list[float], list[torch.Tensor], li
     return losses, [p.detach() for p in dense.parameters()], [w.detach() for w in weights]
 
 
-def test_every_route_trains_like_plain_torch() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [["--optimizer", "adagrad", "--journal"], pytest.param([], marks=pytest.mark.slow)],
+    ids=["adagrad, journal", "sgd"],
+)
+def test_every_route_trains_like_plain_torch(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With one trainer the order of updates is certain, so all weights can be compared."""
-    plan = plan_of(1, 2)
-    [result] = train_on(plan)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the servers' journals are
+    plan = plan_of_words("--trainers", "1", "--servers", "2", *words)
+    pushes: list[int] = []
+
+    def look(part: HybridPlan) -> None:
+        if RouteName.PS in part.routes:
+            pushes.extend(map(pushes_in, tmp_path.rglob("journal*")))
+
+    [result] = train_on(plan, look)
+    steps = len(epoch(plan, 0, 0)) * plan.cycles
+    assert pushes == ([steps] * plan.servers if "--journal" in words else [])
     [(losses, dense, tables)] = run_ranks(1, train_plainly, plan, init=False)
     before = [table_weight(plan, table) for table in plan.table_order]
     assert all(not torch.equal(a, b) for a, b in zip(tables, before, strict=True))

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel as DDP
 from paceline.testing import run_ranks
-from tests.raising import error_of
+from tests.raising import error_of, warnings_of
 
 Wrap = Callable[..., Any]
 
@@ -217,6 +217,45 @@ MISTAKES: dict[str, tuple[Callable[[Wrap], Any], str]] = {
 }
 
 
+def static_twice(wrap: Wrap) -> None:
+    wrap(linear(), static_graph=True)._set_static_graph()
+
+
+def searching_then_static(wrap: Wrap) -> None:
+    wrap(linear(), find_unused_parameters=True)._set_static_graph()
+
+
+BOTH_KINDS = "You passed find_unused_parameters=true to DistributedDataParallel, "
+
+# name: (what torch warns of, how its text begins)
+WARNED: dict[str, tuple[Callable[[Wrap], Any], str]] = {
+    "static graph twice": (
+        static_twice,
+        "You've set static_graph to be True, no need to set it again.",
+    ),
+    "unused and static": (
+        lambda wrap: wrap(linear(), find_unused_parameters=True, static_graph=True),
+        BOTH_KINDS,
+    ),
+    "unused, then static": (searching_then_static, BOTH_KINDS),
+    "check_reduction": (
+        lambda wrap: wrap(linear(), check_reduction=True),
+        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated",
+    ),
+    "buffers twice": (
+        lambda wrap: wrap(linear(), broadcast_buffers=True, forward_sync_buffers=True),
+        (
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified. "
+            "`broadcast_buffers` is deprecated and its value is ignored"
+        ),
+    ),
+    "buffers": (
+        lambda wrap: wrap(linear(), broadcast_buffers=True),
+        "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead",
+    ),
+}
+
+
 def raise_all() -> dict[str, tuple[Any, Any]]:
     return {
         name: (error_of(lambda run=run: run(DDP)), error_of(lambda run=run: run(TorchDDP)))
@@ -236,6 +275,22 @@ def test_has_the_phrase_of_torch(name: str, raised: dict[str, tuple[Any, Any]]) 
     assert phrase in their_text, f"torch says: {their_text}"
     assert phrase in our_text, f"ours says: {our_text}"
     assert theirs[0] in ours, f"torch raises {theirs[0]}, ours {ours}"
+
+
+def warn_all() -> dict[str, list[list[tuple[str, str]]]]:
+    return {
+        name: [warnings_of(lambda run=run, wrap=wrap: run(wrap)) for wrap in (DDP, TorchDDP)]
+        for name, (run, _) in WARNED.items()
+    }
+
+
+def test_warnings_begin_as_torchs() -> None:
+    """Filters match the category and the beginning of the text."""
+    for name, found in run_ranks(1, warn_all)[0].items():
+        for told in found:
+            assert [text.startswith(WARNED[name][1]) for _, text in told] == [True], (name, told)
+        ((ours, _),), ((torchs, _),) = found
+        assert ours == torchs, name
 
 
 def test_different_models() -> None:

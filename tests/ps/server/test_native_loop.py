@@ -181,8 +181,7 @@ def test_it_waits_until_somebody_else_has_something(ring: RingServer) -> None:
         ring.run_loop(100, [reader])
         assert time.monotonic() - began_s > 0.09
         os.write(writer, b"x")
-        ring.run_loop(60_000, [reader])
-        assert time.monotonic() - began_s < 30
+        ring.run_loop(3_600_000, [reader])  # if it sees nothing, the deadline of the test ends it
         with pytest.raises(ValueError, match="descriptors"):
             ring.run_loop(0, list(range(16)))
     finally:

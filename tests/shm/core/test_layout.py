@@ -36,7 +36,7 @@ def test_the_bytes_that_ranks_share(tmp_path: Path) -> None:
     source.write_text("#include <stddef.h>\n" + PROGRAM)
     command = [str(COMPILER), "-std=gnu11", f"-I{NATIVE}", str(source), "-o", str(binary)]
     subprocess.run(command, check=True, timeout=60)
-    text = subprocess.run([str(binary)], capture_output=True, text=True, timeout=10).stdout
+    text = subprocess.run([str(binary)], capture_output=True, text=True, timeout=60).stdout
     found = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
     assert found.pop("NOT_IN_ARENA") == native.NOT_IN_ARENA
     assert found.pop("control_bytes") == native.control_bytes(3)
