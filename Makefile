@@ -87,12 +87,17 @@ wheel: $(VENV)/.installed-dev ## an sdist and a manylinux wheel in dist/, tried 
 	@ls dist
 
 # With another Python, too: make test-torch VERSION=2.15.0 PYTHON=python3.13
+# It tests what is committed, in a clone of its own: installing builds the native core in src/, below
+# the feet of whatever runs from there.
 OTHER := build/torch-$(VERSION)$(patsubst %,-%,$(filter-out python3,$(notdir $(PYTHON))))
-test-torch: $(VENV)/.installed-dev iproute2 ## the tests with another torch: make test-torch VERSION=2.15.0
+CLONE := $(OTHER)/paceline
+test-torch: iproute2 compiler ## the tests with another torch: make test-torch VERSION=2.15.0
 	@test -n "$(VERSION)" || { echo 'which torch? make test-torch VERSION=2.15.0'; exit 2; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	$(OTHER)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e ".[dev]"
-	$(OTHER)/bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
+	test -d $(CLONE) || git init -q $(CLONE)
+	git -C $(CLONE) fetch -q "$(CURDIR)" HEAD && git -C $(CLONE) checkout -q --detach FETCH_HEAD
+	$(OTHER)/bin/python -m pip install --disable-pip-version-check "torch==$(VERSION)" -e "$(CLONE)[dev]"
+	cd $(CLONE) && ../bin/python -m pytest $(SHARED) -m "not slow" $(ARGS)
 
 clean: ## remove the environment, caches and build output
 	rm -rf $(VENV) build dist out src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

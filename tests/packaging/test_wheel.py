@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
@@ -98,24 +97,33 @@ def test_sdist_can_be_built(folder: Path) -> None:
     assert {"setup.py", "pyproject.toml", "LICENSE"} <= names
 
 
-def test_trains_without_a_compiler(folder: Path, tmp_path: Path) -> None:
-    """In a fresh environment, with torch from this one, and nothing on the path."""
-    venv.create(tmp_path / "fresh", with_pip=False)
-    fresh = tmp_path / "fresh" / "bin" / "python"
-    site = tmp_path / "fresh" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    site /= "site-packages"
-    install = [sys.executable, "-m", "pip", "--python", str(fresh), "install", "--no-deps"]
-    empty = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    subprocess.run([*install, str(of(folder))], check=True, capture_output=True, env=empty)
-    import torch
+def pythons() -> list[Path]:
+    """This one, and those of ``make test-torch``: other Pythons, or other versions of torch."""
+    return [Path(sys.executable), *sorted(ROOT.glob("build/torch-*/bin/python"))]
 
-    (site / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+
+@pytest.mark.parametrize("python", pythons(), ids=lambda python: python.parents[1].name)
+def test_trains_without_a_compiler(python: Path, folder: Path, tmp_path: Path) -> None:
+    """In a fresh environment, with the torch of another one, and nothing on the path."""
+    empty = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+    def said_by(program: Path, *arguments: str) -> str:
+        command = [str(program), *arguments]
+        ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=empty)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    site_of = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
+    said_by(python, "-m", "venv", "--without-pip", "fresh")
+    fresh = tmp_path / "fresh" / "bin" / "python"
+    install = ["-m", "pip", "--python", str(fresh), "install", "--no-deps", str(of(folder))]
+    said_by(Path(sys.executable), *install)
+    site = Path(said_by(fresh, "-c", site_of))
+    (site / "torch.pth").write_text(said_by(python, "-c", site_of))
     (tmp_path / "smoke.py").write_text(SMOKE)
-    ran = subprocess.run(
-        [str(fresh), "smoke.py"], cwd=tmp_path, capture_output=True, text=True, env=empty
-    )
-    assert ran.returncode == 0, ran.stderr
-    for line in ran.stdout.splitlines():
+    lines = said_by(fresh, "smoke.py").splitlines()
+    assert len(lines) == 2
+    for line in lines:
         path, *found = line.split()
         assert Path(path).is_relative_to(site)
         assert found == ["paceline", "shm", "12.0"]
