@@ -61,6 +61,8 @@ def fault(point: str, step: int, own: int | None = None) -> None:
 
 SIGNALS = {"kill": signal.SIGKILL, "coordinator and rank": signal.SIGKILL, "stop": signal.SIGSTOP}
 SIGNALS["terminate"] = signal.SIGTERM
+# Both wait in C; with the first no other thread of the process runs any more.
+PAUSES = {"deadlock": ctypes.PyDLL, "native wait": ctypes.CDLL}
 
 
 def fire(kind: str, number: int) -> None:
@@ -75,8 +77,8 @@ def fire(kind: str, number: int) -> None:
         os._exit(3)
     elif kind in ("hang", "slow"):
         time.sleep(10_000 if kind == "hang" else 0.4)
-    elif kind == "deadlock":
-        ctypes.PyDLL(None).pause()  # in C, and no other thread of this process runs any more
+    elif kind in PAUSES:
+        PAUSES[kind](None).pause()
     elif kind == "cut":
         own = os.getpid()
         peers = {int(path.name[4:]) for path in OUT.glob("pid-*")} - {own}
@@ -94,7 +96,9 @@ class Model(torch.nn.Module):
         self.last = torch.nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.drop(torch.relu(self.norm(self.first(x))))
+        hidden = self.first(x)
+        fault("norm", state.step)
+        hidden = self.drop(torch.relu(self.norm(hidden)))
         fault("forward", state.step)
         return self.last(hidden)
 

@@ -22,8 +22,10 @@ POINTS = ("construction", "forward", "bucket", "between", "optimizer", "commit",
 # Where survivors are blocked besides: a hook's collective, dist.barrier. SyncBatchNorm is anyway.
 BLOCKED = (*POINTS[:-1], "hook", "barrier", POINTS[-1])
 KINDS = ("kill", "stop", "raise", "exit", "deadlock", "cut", "slow", "joiner", "rank 0", "two")
+# A native deadlock that has let go of the GIL: the rank answers, and looks like those that wait.
+NATIVE = {"gloo": ("norm", *BLOCKED), "paceline": ("norm", "bucket", "hook", "barrier")}
 COORDINATOR = ("coordinator", "coordinator and rank")  # it knows nothing of backends
-STUCK_AFTER_S = {"stop": 1.0, "deadlock": 3.0}
+STUCK_AFTER_S = {"stop": 1.0, "deadlock": 3.0, "native wait": 3.0, "slow": 3.0}
 EVERY = 2  # steps between two faults
 
 
@@ -73,10 +75,14 @@ def kill_the_coordinator(out: Path, faults: list[Fault]) -> Callable[[JobOnShare
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [*product(KINDS, ["gloo", "paceline"]), *zip(COORDINATOR, ["gloo", "paceline"], strict=True)],
+    [
+        *product([*KINDS, "native wait"], ["gloo", "paceline"]),
+        *zip(COORDINATOR, ["gloo", "paceline"], strict=True),
+    ],
 )
 def test_training_goes_on(tmp_path: Path, kind: str, backend: str) -> None:
     points = BLOCKED if kind in ("exit", "rank 0") else POINTS
+    points = NATIVE[backend] if kind == "native wait" else points
     faults = faults_for(kind, points)
     steps = EVERY * len(points) + 4
     ranks = 4 if kind == "two" else 3  # one more has to hold the state
@@ -88,7 +94,7 @@ def test_training_goes_on(tmp_path: Path, kind: str, backend: str) -> None:
         backend=backend,
         hold_s=100.0,
         stuck_after_s=STUCK_AFTER_S.get(kind, 0.0),
-        options={"own_hook": True},
+        options={"own_hook": True, **({"meet_s": 2.0} if kind == "native wait" else {})},
         on_wait=kill_the_coordinator(tmp_path / "out", faults),
     )
     check(ended, faults=len(faults), world=ranks, steps=steps)

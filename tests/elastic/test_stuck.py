@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from paceline.elastic.members import MemberState
-from paceline.elastic.stuck import Observation, StuckWatch, Watched
+from paceline.elastic.stuck import Observation, StillRanks, StuckWatch, Watched
 from paceline.observe.records import Activity, Status
 from paceline.observe.run_folder import RunFolder
+from paceline.observe.stall.account import Account
 
 
 def observe(
     activity: Activity, step: int = 7, *, since: int = 1, is_stopped: bool = False
 ) -> Observation:
     return Observation(is_stopped, Status(activity, since, step, since))
+
+
+def told(activity: Activity, *, cpu_s: float = 0.0, step: int = 7, **said: Any) -> Observation:
+    """A rank that was asked what it does."""
+    account = Account(0, "", 1, **said)
+    return Observation(False, Status(activity, 1, step, 1), cpu_s=cpu_s, account=account)
 
 
 def judge(seen: dict[int, Observation], after_s: float = 5.0) -> dict[int, str]:
@@ -51,6 +61,63 @@ def test_nobody_is_stuck_while_one_moves() -> None:
 
 def test_all_in_the_same_place_cannot_be_told_apart() -> None:
     assert judge({0: observe(Activity.INPUT), 1: observe(Activity.INPUT)}) == {}
+
+
+@pytest.mark.parametrize("activity", [*Activity])
+def test_who_does_not_wait_is_stuck_if_the_others_do(activity: Activity) -> None:
+    waits, hangs = told(activity, is_waiting=True), told(activity)
+    assert list(judge({0: waits, 1: hangs, 2: waits})) == [1]
+    assert judge({0: waits, 1: waits}) == {}
+    assert judge({0: hangs, 1: hangs}) == {}
+
+
+def test_who_has_not_answered_is_not_judged_by_what_others_say() -> None:
+    waits = told(Activity.FORWARD, is_waiting=True)
+    assert judge({0: waits, 1: observe(Activity.FORWARD)}) == {}
+
+
+def test_who_waits_is_not_stuck_although_it_has_come_least_far() -> None:
+    waits = told(Activity.INPUT, is_waiting=True)
+    assert list(judge({0: waits, 1: told(Activity.OPTIMIZER)})) == [1]
+    ahead = told(Activity.WAITING, is_waiting=True)  # both wait: for one that calls something else
+    assert list(judge({0: waits, 1: ahead})) == [0]
+
+
+@pytest.mark.parametrize(
+    ("activity", "said"),
+    [
+        (Activity.INPUT, {}),
+        (Activity.LOSS, {}),
+        (Activity.REDUCED, {}),
+        (Activity.FORWARD, {"is_evaluating": True}),
+        (Activity.FORWARD, {"is_compiling": True}),
+    ],
+)
+def test_who_computes_between_two_steps_is_not_stuck(
+    activity: Activity, said: dict[str, Any]
+) -> None:
+    waits = told(activity, is_waiting=True)
+    watch = StuckWatch(RunFolder(Path("unused")), 5.0)
+    watch.decide({0: waits, 1: told(activity, **said)}, 100.0)
+    assert watch.decide({0: waits, 1: told(activity, cpu_s=1.0, **said)}, 105.0) == {}
+    assert list(watch.decide({0: waits, 1: told(activity, cpu_s=0.01, **said)}, 106.0)) == [1]
+
+
+def test_on_several_hosts_the_coordinator_judges_by_what_ranks_say() -> None:
+    here, there = (StuckWatch(RunFolder(Path("unused")), 5.0) for _ in range(2))
+    coordinator = StillRanks()
+    seen = [
+        (here, {0: told(Activity.FORWARD, is_waiting=True)}),
+        (there, {1: told(Activity.FORWARD)}),
+    ]
+    found: list[dict[int, str]] = []
+    for watch, ranks in seen:
+        watch.decide(ranks, 100.0, False)
+        assert watch.decide(ranks, 105.0, False) == {}
+        found.append(coordinator.judge(watch.still, [0, 1], 105.0))
+    assert found[0] == {}
+    assert list(found[1]) == [1]
+    assert "stuck in step 7 (forward) for 5 s while others waited" in found[1][1]
 
 
 def test_who_has_recorded_nothing_is_not_judged() -> None:

@@ -25,7 +25,7 @@ from paceline.observe.stall.start import start_watchdog, stop_without_probes
 from paceline.observe.step_recorder import StepRecorder
 from paceline.printable import listed
 from paceline.shm.core.dtypes import describe_request
-from paceline.shm.diagnose.thread_location import locate_thread
+from paceline.shm.diagnose.thread_location import locate_thread, watched_wait
 from paceline.shm.diagnose.wait_monitor import WaitMonitor
 from paceline.torch_private.profiler import flight_entries
 
@@ -96,8 +96,11 @@ class StallProbe:
     def locate(self, thread: int) -> InCollective | None:
         """Say in which collective a thread is."""
         at = locate_thread(thread)
-        if at is None or not at.call:
+        if at is None:
             return None
+        if not at.call:
+            what = watched_wait(thread)
+            return InCollective(what, at.place, True) if what else None
         own = next(iter(self.collectives()), "") if at.link else ""
         of = f" of group {at.group!r}" if at.group else ""
         return InCollective(f"{at.call}{of}{f' ({own})' if own else ''}", at.place, at.is_waiting)

@@ -12,14 +12,24 @@ torch.
   have recorded nothing yet, so nobody can be told from the others; nothing is lost either.
 - If no rank has moved for longer than the deadline: those that have come least far, by step and by
   place in the step (:class:`~paceline.observe.records.Activity` is in that order). The others wait
-  for them, in whatever collective. If all are in the same place, nobody can be told from the
-  others, and nobody is killed. A launcher sees its own ranks only: where an epoch has others, it
-  tells the coordinator which of its ranks are still, and the coordinator compares.
+  for them, in whatever collective.
+- That may not tell them apart: all are in the same forward, say, and the others wait in its
+  SyncBatchNorm. So from shortly before the deadline ranks are asked what they do
+  (:mod:`paceline.observe.stall.account`). Who waits for other ranks is not killed while somebody
+  does not; who does not wait, while others do, is. Between two steps, or in an evaluation or a
+  compilation, it must use no processor besides: ranks may evaluate there for as long as they like,
+  with collectives that nobody records. If nobody says that he waits, nobody in the same place is
+  killed.
+- A launcher sees its own ranks only: where an epoch has others, it tells the coordinator which of
+  its ranks are still, and the coordinator compares.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,15 +37,27 @@ from typing import Any
 
 from paceline.elastic.members import MemberState
 from paceline.errors import RecordsError
-from paceline.observe.records import Status
+from paceline.observe.private_file import write_whole
+from paceline.observe.records import Activity, Status
 from paceline.observe.ring import read_info, read_status
 from paceline.observe.run_folder import RunFolder
-from paceline.observe.stall.account import read_watch_info
+from paceline.observe.stall.account import Account, read_account, read_watch_info
 from paceline.observe.stall.stacks import ask_stacks, innermost_place, sort_stacks
 from paceline.processes import cpu_ticks, state_letter
 
 _LOOKS = 4  # in the time of a deadline
 _IDLE = 0.01  # who uses less of a processor does not move
+_ANSWER_S = 2.0  # ranks have answered by then: their watchdogs look once in a second
+_IN_STEP = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
+
+
+class Stance(enum.Enum):
+    """Whether a rank that has not moved waits for others."""
+
+    UNKNOWN = ""
+    WAITS = "waits"
+    HANGS = "hangs"
+    """It waits for no rank, and nothing is known that it does."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +70,7 @@ class Observation:
         state: In the job.
         silent_s: For how long its interpreter has not answered.
         cpu_s: Processor time that it has used.
+        account: What it has said when it was asked just now.
     """
 
     is_stopped: bool
@@ -55,12 +78,31 @@ class Observation:
     state: MemberState = MemberState.TRAINING
     silent_s: float = 0.0
     cpu_s: float = 0.0
+    account: Account | None = None
 
     def has_moved(self, before: Observation, after_s: float) -> bool:
         """Whether it did something since; for who is on its way, whether it used a processor."""
         if self.state is MemberState.STARTING and not self.is_stopped:
-            return before.is_stopped or self.cpu_s - before.cpu_s > _IDLE * after_s
+            return before.is_stopped or self._has_computed(before, after_s)
         return self._place != before._place
+
+    def _has_computed(self, before: Observation, for_s: float) -> bool:
+        return self.cpu_s - before.cpu_s > _IDLE * for_s
+
+    def stance(self, before: Observation, for_s: float) -> Stance:
+        """Whether it waits for others, if it has not moved since ``before``."""
+        account = self.account
+        if self.status is None:
+            return Stance.UNKNOWN
+        if account is None:
+            is_waiting = self.status.activity is Activity.WAITING
+            return Stance.WAITS if is_waiting else Stance.UNKNOWN
+        if account.is_waiting:  # whoever records that he waits may be in a hook
+            return Stance.WAITS
+        may_last = account.is_evaluating or account.is_compiling
+        if self.status.activity in _IN_STEP and not may_last:
+            return Stance.HANGS
+        return Stance.UNKNOWN if self._has_computed(before, for_s) else Stance.HANGS
 
     @property
     def _place(self) -> tuple[bool, MemberState, int, int]:
@@ -114,6 +156,8 @@ class StuckWatch:
         self._after_s = after_s
         self._since_s: dict[int, tuple[Observation, float]] = {}
         self._next_s = time.monotonic()
+        self._is_near = False  # to the deadline
+        self._asked_ns: int | None = None  # None: nobody has been asked
         self.still: list[Any] = []
 
     def until_next_s(self) -> float | None:
@@ -135,13 +179,29 @@ class StuckWatch:
         if not self.is_due():
             self.still = []
             return {}
-        self._next_s = now_s + self._after_s / _LOOKS
-        return self.decide({who.member: self._look(who) for who in members}, now_s, is_whole)
+        found = self.decide({who.member: self._look(who) for who in members}, now_s, is_whole)
+        self._ask()
+        self._next_s = now_s + self._again_s()
+        return found
+
+    def _again_s(self) -> float:
+        usual_s = self._after_s / _LOOKS
+        return usual_s if self._asked_ns is None else min(usual_s, _ANSWER_S)
+
+    def _ask(self) -> None:
+        """Let ranks say what they do, again and again, from shortly before the deadline on."""
+        now_ns = time.perf_counter_ns()
+        if not self._is_near:
+            self._asked_ns = None
+        elif self._asked_ns is None or now_ns - self._asked_ns >= _ANSWER_S * 1e9:
+            self._asked_ns = now_ns
+            with contextlib.suppress(OSError):  # then positions have to do
+                write_whole(self._folder.ask, secrets.token_hex(8))
 
     def decide(
         self, seen: dict[int, Observation], now_s: float, is_whole: bool = True
     ) -> dict[int, str]:
-        """The decision, apart from the looking."""
+        """The decision, apart from looking and asking."""
         before, self._since_s = self._since_s, {}
         for member, one in seen.items():
             then, since_s = before.get(member, (one, now_s))
@@ -163,22 +223,21 @@ class StuckWatch:
         self.still = []
         starting = [m for m, one in seen.items() if one.state is MemberState.STARTING]
         inside = {m: one for m, one in seen.items() if one.state is MemberState.TRAINING}
+        still_s = min((still[m] for m in inside), default=0.0)
+        self._is_near = bool(inside) and still_s >= self._after_s * (1 - 1 / _LOOKS)
         if min((still[m] for m in starting), default=0.0) >= self._after_s:
             return starting
-        if min((still[m] for m in inside), default=0.0) >= self._after_s:
+        if inside and still_s >= self._after_s:
+            found = {m: self._describe(m, one, still[m]) for m, one in inside.items()}
             if is_whole:
-                return least_far({m: one.progress for m, one in inside.items()})
-            self.still = self._tell(inside, still)
+                return waited_for(found)
+            again_s = self._again_s()
+            self.still = [each.to_plain(m, again_s) for m, each in found.items() if each.progress]
         return []
 
-    def _tell(self, inside: dict[int, Observation], still: dict[int, float]) -> list[Any]:
-        """For :class:`StillRanks`."""
-        again_s = self._after_s / _LOOKS
-        return [
-            [member, *one.progress, one.describe(still[member]), again_s]
-            for member, one in inside.items()
-            if one.progress is not None
-        ]
+    def _describe(self, member: int, one: Observation, for_s: float) -> StillRank:
+        stance = one.stance(self._since_s[member][0], for_s)
+        return StillRank(one.progress, stance, one.describe(for_s))
 
     def _look(self, who: Watched) -> Observation:
         path = self._folder.events(who.slot)
@@ -188,53 +247,79 @@ class StuckWatch:
             status = None
         is_stopped = state_letter(who.pid) == "T"
         cpu_s = cpu_ticks(who.pid) / os.sysconf("SC_CLK_TCK")
-        return Observation(is_stopped, status, who.state, who.silent_s, cpu_s)
+        account = self._read_account(who.slot)
+        return Observation(is_stopped, status, who.state, who.silent_s, cpu_s, account)
+
+    def _read_account(self, slot: int) -> Account | None:
+        if self._asked_ns is None:
+            return None
+        found = read_account(self._folder.account(slot))
+        return found if found is not None and found.at_ns >= self._asked_ns else None
+
+
+@dataclass(frozen=True)
+class StillRank:
+    """A rank that has not moved for longer than the deadline.
+
+    Attributes:
+        progress: How far it has come.
+        stance: Whether it waits for others.
+        why: To be said if it is killed.
+    """
+
+    progress: tuple[int, int] | None
+    stance: Stance
+    why: str
+
+    def to_plain(self, member: int, again_s: float) -> list[Any]:
+        """For :class:`StillRanks`: it can be JSON."""
+        assert self.progress is not None
+        return [member, *self.progress, self.stance.value, self.why, again_s]
 
 
 class StillRanks:
-    """The coordinator's part, where an epoch has ranks of several hosts: who is least far.
+    """The coordinator's part, where an epoch has ranks of several hosts: who is waited for.
 
     Launchers say which of their ranks have not moved for longer than the deadline, again and again.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, _Still]] = {}
+        self._seen: dict[int, tuple[float, StillRank]] = {}  # until when it counts
 
     def judge(self, told: list[Any], training: Iterable[int], now_s: float) -> dict[int, str]:
         """Take what a launcher says; say who is to be killed, and why.
 
         Args:
-            told: For each rank: member, step, activity, seconds, where it is, seconds until the
-                launcher looks again.
+            told: For each rank: member, step, activity, stance, why, seconds until the launcher
+                looks again.
             training: All that are in the epoch.
         """
-        for member, step, activity, why, again_s in told:
-            seen = _Still((int(step), int(activity)), str(why), float(again_s))
-            self._seen[int(member)] = now_s, seen
-        fresh = {
-            member: seen
-            for member, (at_s, seen) in self._seen.items()
-            if now_s < at_s + 2 * seen.again_s + 1.0
-        }
+        for member, step, activity, stance, why, again_s in told:
+            seen = StillRank((int(step), int(activity)), Stance(stance), str(why))
+            self._seen[int(member)] = now_s + 2 * float(again_s) + 1.0, seen
+        fresh = {member: seen for member, (until_s, seen) in self._seen.items() if now_s < until_s}
         inside = set(training)
         if not inside or not inside <= fresh.keys():
             return {}
-        least = least_far({member: fresh[member].progress for member in inside})
-        self._seen = {}
-        return {member: fresh[member].why for member in least}
+        found = waited_for({member: fresh[member] for member in inside})
+        if found:
+            self._seen = {}
+        return {member: fresh[member].why for member in found}
 
 
-@dataclass(frozen=True)
-class _Still:
-    progress: tuple[int, int]
-    why: str
-    again_s: float
-
-
-def least_far(progress: dict[int, tuple[int, int] | None]) -> list[int]:
+def waited_for(ranks: dict[int, StillRank]) -> list[int]:
     """Those that the others wait for; nobody if that cannot be told."""
-    known = {member: far for member, far in progress.items() if far is not None}
-    if len(known) < len(progress) or len(set(known.values())) < 2:
+    least = _least_far(ranks)
+    waiting = {member for member, one in ranks.items() if one.stance is Stance.WAITS}
+    if least and (len(waiting) == len(ranks) or not waiting.intersection(least)):
+        return least
+    hanging = [member for member, one in ranks.items() if one.stance is Stance.HANGS]
+    return hanging if waiting else []
+
+
+def _least_far(ranks: dict[int, StillRank]) -> list[int]:
+    known = {member: one.progress for member, one in ranks.items() if one.progress is not None}
+    if len(known) < len(ranks) or len(set(known.values())) < 2:
         return []
     least = min(known.values())
     return [member for member, far in known.items() if far == least]

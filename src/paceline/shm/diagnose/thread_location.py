@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.exit_reason import is_library
+from paceline.liveness import watch
 from paceline.observe.stall.places import walk_out
 from paceline.torch_private.groups import (
     C10D_FILE,
@@ -48,6 +49,8 @@ _OURS = {
     (str(_COLLECTIVES / "group.py"), "_hand_in"),
     (str(_COLLECTIVES / "pending.py"), "wait"),
 }
+_WATCH_FILE = watch.__file__
+_WATCHES = frozenset(("wait", "wait_future", "wait_until", "call"))
 _SHOWN = 160
 """Characters of a name or a place that are told."""
 
@@ -101,6 +104,15 @@ def locate_thread(ident: int) -> ThreadLocation | None:
     """Say what a thread is doing; None if it has ended."""
     innermost = sys._current_frames().get(ident)
     return None if innermost is None else _describe(innermost)
+
+
+def watched_wait(ident: int) -> str:
+    """Say for what a thread waits over a process group (:mod:`paceline.liveness.watch`), if so."""
+    for frame in walk_out(sys._current_frames().get(ident)):
+        code = frame.f_code
+        if code.co_filename == _WATCH_FILE and code.co_name in _WATCHES:
+            return str(frame.f_locals.get("what", ""))[:_SHOWN]
+    return ""
 
 
 def uses_c10d_elsewhere(ident: int) -> bool:
