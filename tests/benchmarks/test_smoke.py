@@ -52,6 +52,19 @@ def test_hot_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_shards(tmp_path: Path) -> None:
+    words = ("shards", "--models", "small", "--ranks", "1,2", "--shards", "4", "--rounds", "2")
+    report = run(tmp_path / "out.json", *words)
+    assert [(each["model"], each["ranks"]) for each in report["times"]] == [
+        ("small", 1),
+        ("small", 2),
+    ]
+    assert all(0.1 < each["cpu"]["value"] < 10 for each in report["times"])
+    assert [each["allowed"] for each in report["memory"]] == [3.0, 2.0]
+    assert all(each["sets"] <= each["allowed"] for each in report["memory"])
+
+
+@pytest.mark.slow
 def test_paceline_takes_one_gradient_set(tmp_path: Path) -> None:
     report = run(tmp_path / "out.json", "memory", "--check")
     one_set = report["gradient_bytes"]

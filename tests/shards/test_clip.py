@@ -37,12 +37,20 @@ def test_as_torch(order: float, dtype: torch.dtype, max_norm: float) -> None:
     whole = torch.cat([p.grad.flatten().to(wide) for p in mine if p.grad is not None])
     norm = paceline.clip_grad_norm_(mine, max_norm, order)
     expected = nn.utils.clip_grad_norm_(theirs, max_norm, float(order))
+    assert norm.dtype == expected.dtype
     assert norm.item() == pytest.approx(torch.linalg.vector_norm(whole, float(order)).item())
     # Torch adds up in float32, in an order that depends on its threads.
     assert norm.item() == pytest.approx(expected.item(), rel=1e-4)
     for left, right in zip(mine, theirs, strict=True):
         if left.grad is not None:
             torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-12)
+
+
+def test_the_widest_dtype_is_returned() -> None:
+    mine, theirs = ([*parameters(torch.bfloat16), *parameters(torch.float32)[:2]] for _ in range(2))
+    found = paceline.clip_grad_norm_(mine, 1e9)
+    expected = nn.utils.clip_grad_norm_(theirs, 1e9)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
 
 
 def test_sparse_gradients() -> None:
@@ -84,6 +92,7 @@ def test_what_is_not_finite(value: float, norm: float) -> None:
         if old is not None:
             assert parameter.grad is not None
             assert torch.equal(parameter.grad.nan_to_num(), old.nan_to_num())
+    assert found.dtype == torch.float32
     with pytest.raises(NonFiniteGradientError):
         paceline.clip_grad_norm_(mine, 0.5, error_if_nonfinite=True)
 

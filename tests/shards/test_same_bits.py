@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import paceline
+from paceline import DistributedDataParallel as DDP
 from paceline.testing import run_ranks
 from tests.shards.trainings import CASES, MICRO, SHARDS, train_all, train_with_workers
 
@@ -32,6 +33,14 @@ def test_as_on_one_rank(world: int, name: str) -> None:
         assert digests(world)[place] == digests(1)[f"{name} over c10d"], place
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_whatever_buckets_and_views_there_are(world: int) -> None:
+    """Many small buckets; one, whose gradients are copied; one, whose gradients are views."""
+    names = ("mlp", "copies", "torch's views")
+    found = {digests(world)[f"{name} over {each}"] for name in names for each in TRANSPORTS}
+    assert len(found) == 1
+
+
 def test_whichever_worker_loads() -> None:
     """Augmentation draws from the micro-batch's stream, in the rank or in any worker of it."""
     expected = digests(1)["mlp over c10d"]
@@ -42,8 +51,6 @@ def test_whichever_worker_loads() -> None:
 def train_gradients(hook: str) -> list[torch.Tensor]:
     """The gradients of one round, computed by the wrapper."""
     import torch.distributed as dist
-
-    from paceline import DistributedDataParallel as DDP
 
     rank, world = dist.get_rank(), dist.get_world_size()
     x, y = inputs()
@@ -65,6 +72,81 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     rows = SHARDS * MICRO
     return torch.randn(rows, 16, generator=generator), torch.randn(rows, 5, generator=generator)
+
+
+def whole_batch_model(norm: type[torch.nn.Module]) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 6), norm(6), torch.nn.Linear(6, 5))
+
+
+def train_synced() -> tuple[list[torch.Tensor], ...]:
+    """A round over SyncBatchNorm: outputs of this rank's shards, gradients, buffers."""
+    ddp = DDP(whole_batch_model(paceline.nn.SyncBatchNorm), shards=SHARDS)
+    x, y = inputs()
+    rows = slice(ddp.shard_shares.owned.start * MICRO, ddp.shard_shares.owned.stop * MICRO)
+
+    def run(micro: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        output: torch.Tensor = ddp(micro[0])
+        F.mse_loss(output, micro[1]).backward()
+        return output.detach()
+
+    outputs = ddp.run_shards((x[rows], y[rows]), run)
+    return outputs, [p.grad for p in ddp.parameters()], list(ddp.buffers())
+
+
+def test_a_batch_norm_over_all_shards_is_one_of_the_whole_batch() -> None:
+    """torch's BatchNorm on the concatenated batch, in one process without shards."""
+    whole, (x, y) = whole_batch_model(torch.nn.BatchNorm1d), inputs()
+    output = whole(x)
+    F.mse_loss(output, y).backward()
+    told = run_ranks(3, train_synced)
+    found = torch.cat([each for outputs, _, _ in told for each in outputs])
+    torch.testing.assert_close(found, output.detach())
+    for _, gradients, buffers in told:
+        torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()])
+        torch.testing.assert_close(buffers, list(whole.buffers()))
+
+
+def train_weighted() -> list[torch.Tensor]:
+    """A round in which shards have 0, 1 or 2 samples, each with its number as weight."""
+    ddp = DDP(model(), shards=SHARDS)
+    x, y = inputs()
+    owned = ddp.shard_shares.owned
+    rows = slice(owned.start * MICRO, owned.stop * MICRO)
+    for shard, (a, b) in zip(owned, ddp.shards((x[rows], y[rows])), strict=True):
+        count = shard % 3
+        with ddp.weighted(count):
+            F.mse_loss(ddp(a[: max(1, count)]), b[: max(1, count)]).backward()
+    return [p.grad for p in ddp.parameters()]
+
+
+def test_weighted_shards_are_the_mean_over_all_samples() -> None:
+    whole, (x, y) = model(), inputs()
+    rows = [shard * MICRO + sample for shard in range(SHARDS) for sample in range(shard % 3)]
+    F.mse_loss(whole(x[rows]), y[rows]).backward()
+    for found in run_ranks(3, train_weighted):
+        torch.testing.assert_close(found, [p.grad for p in whole.parameters()])
+
+
+def train_norm() -> list[torch.Tensor]:
+    """Two rounds over BatchNorm: its buffers."""
+    ddp = DDP(torch.nn.BatchNorm1d(16), shards=SHARDS)
+    owned = ddp.shard_shares.owned
+    for turn in (1.0, 3.0):
+        rows = inputs()[0][owned.start * MICRO : owned.stop * MICRO]
+        for micro in ddp.shards(rows * turn):
+            ddp(micro).square().sum().backward()
+    return list(ddp.buffers())
+
+
+def test_buffers_are_the_mean_over_shards() -> None:
+    mean, variance = torch.zeros(16), torch.ones(16)
+    for turn in (1.0, 3.0):
+        micros = (inputs()[0] * turn).view(SHARDS, MICRO, 16)
+        mean = (0.9 * mean + 0.1 * micros.mean(1)).mean(0)
+        variance = (0.9 * variance + 0.1 * micros.var(1)).mean(0)
+    for found in run_ranks(3, train_norm):
+        torch.testing.assert_close(found, [mean, variance, torch.tensor(2)])
 
 
 @pytest.mark.parametrize(

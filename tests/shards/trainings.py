@@ -138,7 +138,7 @@ CASES = {
     "weighted embedding": Case(Words, sgd, is_weighted=True),
     "skipped": Case(mlp, sgd, {"nonfinite": "skip"}, breaks=2),
     "copies": Case(mlp, sgd, {"gradient_as_bucket_view": False}, accumulate=2),
-    "torch's views": Case(mlp, sgd, {"gradient_as_bucket_view": True}, accumulate=3),
+    "torch's views": Case(mlp, sgd, {"gradient_as_bucket_view": True}, accumulate=2),
     "no power of two": Case(Small, adamw, shards=11),
     "bf16": Case(mlp, sgd, {"bucket_cap_mb": 0.0005}, hook="bf16_compress_hook"),
     "synced": Case(

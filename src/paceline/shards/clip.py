@@ -7,6 +7,7 @@ in float64, and the sum over pieces is exact (``math.fsum``), so that no order m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -28,7 +29,7 @@ def clip_grad_norm_(
     """Scale gradients down so that their norm is at most ``max_norm``; return what it was.
 
     As ``torch.nn.utils.clip_grad_norm_``, with the same bits at any number of ranks and threads, if
-    the gradients have the same bits.
+    the gradients have the same bits. There is one implementation, so there is no ``foreach``.
 
     Args:
         parameters: Whose gradients; those without one are left out.
@@ -37,7 +38,7 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is NaN or infinite. Otherwise nothing is clipped then.
 
     Returns:
-        The norm, of type float64.
+        The norm, on the device and in the dtype of the gradients; real, and the widest of them.
 
     Raises:
         NonFiniteGradientError: As ``error_if_nonfinite`` says.
@@ -62,7 +63,9 @@ def clip_grad_norm_(
     if coefficient < 1.0 and math.isfinite(norm):
         for gradient in gradients:
             gradient.mul_(coefficient)
-    return torch.tensor(norm, dtype=torch.float64)
+    dtypes = [gradient.dtype.to_real() for gradient in gradients]
+    dtype = functools.reduce(torch.promote_types, dtypes, dtypes[0] if dtypes else torch.float32)
+    return torch.tensor(norm, dtype=dtype, device=gradients[0].device if gradients else None)
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
