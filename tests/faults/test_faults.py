@@ -65,7 +65,7 @@ DEATHS = [
 # What a rank of the same host knows besides.
 HOW_IT_ENDED = {
     "early exit": "has ended without an exception",
-    "exception": "has died after an exception: ValueError",
+    "exception": "after an exception: ValueError",
     "os._exit": "os._exit()",
     "SIGKILL": "killed by a signal",
 }

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline.ddp.agree.checksum import checksums, combine
+from paceline.ddp.features.buffers import BufferSync
 from paceline.errors import ArgumentTypeError, ConfigurationError, ReplicasDifferError
 from paceline.testing import run_ranks
 from tests.ddp.compare import batch
@@ -165,6 +166,30 @@ def test_a_difference_is_found_at_the_next_check(transport: str, ranks: int) -> 
         assert found["unused"].step == 6
         assert found["hook"].step == 6
         assert found["every step"] == (5, first)
+
+
+def with_broken_broadcast() -> Any:
+    """On the last rank a bit of what arrives is wrong, from the fourth forward on."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    ddp = DDP(model, check_every=3)
+    original, forwards = BufferSync.broadcast, iter(range(100))
+
+    def broadcast(self: BufferSync, tensors: list[torch.Tensor], *more: Any) -> None:
+        original(self, tensors, *more)
+        if next(forwards) >= 3 and dist.get_rank() == dist.get_world_size() - 1:
+            model[0].running_var.view(torch.int32)[0] ^= 1
+
+    BufferSync.broadcast = broadcast  # type: ignore[assignment,method-assign]
+    try:
+        return train(ddp, 10)
+    finally:
+        BufferSync.broadcast = original  # type: ignore[method-assign]
+
+
+def test_a_buffer_that_differs_after_its_broadcast_is_named() -> None:
+    """Only a broadcast that went wrong makes one differ there."""
+    for found in run_ranks(2, with_broken_broadcast):
+        assert found == (3, ("0.running_var",)), "at once: step 3 is checked"
 
 
 class Norms(nn.Module):

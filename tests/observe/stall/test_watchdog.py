@@ -280,8 +280,7 @@ def stuck_in_loader(folder: str, is_learned: bool) -> str:
     return Path(folder, "stall-1.txt").read_text()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("is_learned", [False, True])
+@pytest.mark.parametrize(("world", "is_learned"), [(1, False), (2, True)])
 def test_a_stall_where_no_rank_waits_for_another(
     world: int, is_learned: bool, tmp_path: Path
 ) -> None:
