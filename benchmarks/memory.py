@@ -15,6 +15,7 @@ from benchmarks.rss import GRADIENT_BYTES, Peaks, measure_peaks
 from paceline.cli.bench.harness import report
 from paceline.cli.bench.harness.contenders import PACELINE, WRAPPERS, Contender, parse_contender
 from paceline.cli.bench.harness.options import add_outputs, describe, positive
+from paceline.cli.bench.harness.progress import RoundBar
 from paceline.testing import run_ranks
 
 MIB = 1024 * 1024
@@ -48,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and show."""
     contenders = (*WRAPPERS, *args.also)
-    results = {each.label: _measure(args, each) for each in contenders}
+    results = {}
+    with RoundBar("contenders", len(contenders)) as bar:
+        for each in contenders:
+            results[each.label] = _measure(args, each)
+            bar.advance(each.label)
     report.console().print(_table(results))
     measured = {label: asdict(peaks) for label, peaks in results.items()}
     report.write_json(args.json, {"gradient_bytes": GRADIENT_BYTES, "results": measured})

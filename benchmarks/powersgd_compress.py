@@ -18,6 +18,7 @@ from paceline import hooks
 from paceline.cli.bench.harness import malloc, report, workloads
 from paceline.cli.bench.harness.models import MODELS
 from paceline.cli.bench.harness.options import add_outputs, describe, integers, one_of, positive
+from paceline.cli.bench.harness.progress import RoundBar
 from paceline.hooks.cost import SampleBucket
 from paceline.testing import run_ranks
 
@@ -62,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
     for heading in ("model", "rank", "paceline ms", "torch ms", "ratio"):
         table.add_column(heading, justify="right")
     results = []
-    for workload in args.models:
-        for rank in args.ranks:
+    pairs = [(workload, rank) for workload in args.models for rank in args.ranks]
+    with RoundBar("models and ranks", len(pairs)) as bar:
+        for workload, rank in pairs:
             [found] = run_ranks(1, run_rank, workload, rank, args.rounds, timeout_s=args.timeout)
+            bar.advance(f"{workload}, {rank}")
             medians = {name: statistics.median(times) for name, times in found.items()}
             ratio = statistics.median(ratios(found))
             results.append({"model": workload, "rank": rank, "ms": found, "ratio": ratio})

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from paceline.cli.bench.harness import report
 from paceline.cli.bench.harness.options import add_outputs, describe, positive
+from paceline.cli.bench.harness.progress import RoundBar
 
 OPTIMIZERS = ["SGD", "Adagrad", "RowwiseAdagrad", "Adam"]
 CLIENT = b"benchmark client"
@@ -179,14 +180,17 @@ def _measure(args: argparse.Namespace, shape: Shape, ways: dict[str, Way]) -> An
     rows = max(args.rows, shape.ids)
     answers = Answers({name: [] for name in ways}, {name: [] for name in ways})
     messages = max(3, min(args.messages, 40 * 10_000 // (shape.ids * shape.sections)))
-    for number in range(args.rounds + 1):
-        drawn = [np.sort(chance.permutation(rows)[: shape.ids]) for _ in range(shape.sections)]
-        ids = np.concatenate(drawn).tobytes()
-        values = chance.normal(size=shape.sections * shape.ids * args.dim).astype("f4").tobytes()
-        for name, way in ways.items():
-            pairs = [(way.lookup_us(ids), way.push_us(ids, values)) for _ in range(messages)]
-            if number:  # the first round gets warm
-                lookup_us, push_us = zip(*pairs, strict=True)
-                answers.lookup_us[name].append(statistics.median(lookup_us))
-                answers.push_us[name].append(statistics.median(push_us))
+    size = shape.sections * shape.ids * args.dim
+    with RoundBar(str(shape), args.rounds + 1) as bar:
+        for number in range(args.rounds + 1):
+            drawn = [np.sort(chance.permutation(rows)[: shape.ids]) for _ in range(shape.sections)]
+            ids = np.concatenate(drawn).tobytes()
+            values = chance.normal(size=size).astype("f4").tobytes()
+            for name, way in ways.items():
+                pairs = [(way.lookup_us(ids), way.push_us(ids, values)) for _ in range(messages)]
+                if number:  # the first round gets warm
+                    lookup_us, push_us = zip(*pairs, strict=True)
+                    answers.lookup_us[name].append(statistics.median(lookup_us))
+                    answers.push_us[name].append(statistics.median(push_us))
+            bar.advance()
     return answers

@@ -16,6 +16,7 @@ from torch import nn
 
 from paceline import DistributedDataParallel as DDP
 from paceline.cli.bench.harness.options import describe, positive
+from paceline.cli.bench.harness.progress import RoundBar
 from paceline.testing import run_ranks
 
 EVERY = 100
@@ -44,22 +45,25 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 }
 
 
-def measure(name: str, steps: int) -> list[tuple[float, float]]:
+def measure(name: str, steps: int, bar: RoundBar) -> list[tuple[float, float]]:
     """In a rank: seconds of each step without and with a check."""
     build, width = MODELS[name]
     runs = [(DDP(build(), check_every=every)) for every in (None, 1)]
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=1e-4) for ddp in runs]
     x = torch.randn(16, width)
     times = []
-    for _ in range(steps):
-        pair = []
-        for ddp, optimizer in zip(runs, optimizers, strict=True):
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            ddp(x).square().mean().backward()
-            optimizer.step()
-            pair.append(time.perf_counter() - began)
-        times.append((pair[0], pair[1]))
+    bar.is_shown = torch.distributed.get_rank() == 0
+    with bar:
+        for _ in range(steps):
+            pair = []
+            for ddp, optimizer in zip(runs, optimizers, strict=True):
+                began = time.perf_counter()
+                optimizer.zero_grad()
+                ddp(x).square().mean().backward()
+                optimizer.step()
+                pair.append(time.perf_counter() - began)
+            times.append((pair[0], pair[1]))
+            bar.advance()
     return times[SKIPPED:]
 
 
@@ -72,7 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print a line for each model."""
     for name in MODELS:
-        times = run_ranks(2, measure, name, args.steps + SKIPPED, timeout_s=300)[0]
+        steps = args.steps + SKIPPED
+        times = run_ranks(2, measure, name, steps, RoundBar(name, steps), timeout_s=300)[0]
         without = statistics.median(a for a, _ in times)
         more = [(b - a) / without for a, b in times]
         low, middle, high = (100 * q for q in statistics.quantiles(more, n=4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.screen import TABLE_EVERY_S
-from tests.cli.launched import DEADLINE_S, environ
+from paceline.launch.screen import LINE_EVERY_S, TABLE_EVERY_S
+from tests.cli.launched import DEADLINE_S, environ, running
 
 pyte = pytest.importorskip("pyte", reason="needs the Python package pyte, a terminal to read from")
 
@@ -141,3 +142,26 @@ def test_a_terminal_that_goes_away(tmp_path: Path) -> None:
         terminal.close()
     assert (tmp_path / "0.done").exists()
     assert (tmp_path / "1.done").exists()
+
+
+LINE = re.compile(r"step (\d+)")
+
+
+@pytest.mark.slow
+def test_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    """A line every few seconds says how a whole run goes on: here three, in a file."""
+    (tmp_path / "train.py").write_text(TRAINS)
+    with running("-n", "2", "train.py", cwd=tmp_path) as launcher:
+        assert launcher.stderr is not None
+        steps = []
+        while len(steps) < 3:  # the test's deadline ends it if they do not come
+            line = launcher.stderr.readline()
+            assert line, launcher.communicate()
+            if found := LINE.match(line):
+                assert "samples/s" in line
+                assert "\x1b" not in line, "a line for a file has no colours"
+                steps.append(int(found[1]))
+        launcher.send_signal(signal.SIGINT)
+        launcher.communicate(timeout=DEADLINE_S)
+    assert steps == sorted(set(steps)), "each says more than the one before"
+    assert LINE_EVERY_S <= 5

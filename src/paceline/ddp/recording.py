@@ -83,7 +83,7 @@ def tell_forward(observer: StepObserver, inputs: tuple[Any, ...], kwargs: dict[s
 def batch_size(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Guess how many samples a forward has: the first dimension of its first tensor; else 0."""
     first = inputs[0] if inputs else None
-    if isinstance(first, torch.Tensor) and first.dim():  # nearly always
-        return first.size(0)
+    if isinstance(first, torch.Tensor) and (shape := first.shape):  # nearly always
+        return shape[0]
     sizes = (each.size(0) for each in tensors_in((inputs, kwargs)) if each.dim())
     return next(sizes, 0)

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 from paceline.launch.output import begun_line, visible_part
 
 TABLE_EVERY_S = 0.5
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 5.0
 _HOLD_S = 0.5
 """How long lines of other ranks wait for the end of a line of rank 0 that comes in pieces."""
 _LOOK_S = 0.1

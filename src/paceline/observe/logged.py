@@ -111,8 +111,9 @@ def _check(name: str, value: Any) -> Any:
     """Return a float, or a copy of a tensor that would have to be waited for."""
     if isinstance(value, float):
         return value
-    if hasattr(value, "is_cpu"):
-        return _check_tensor(name, value)
+    is_cpu = getattr(value, "is_cpu", None)
+    if is_cpu is not None:
+        return _check_tensor(name, value, is_cpu=is_cpu)
     if isinstance(value, abstract.Real):
         return float(value)
     raise ArgumentTypeError(
@@ -121,11 +122,16 @@ def _check(name: str, value: Any) -> Any:
     )
 
 
-def _check_tensor(name: str, tensor: Any) -> Any:
-    if tensor.is_cpu and tensor.numel() == 1:
-        number = tensor.item()  # the only call of torch in most steps
-        if not isinstance(number, complex):
-            return float(number)
+def _check_tensor(name: str, tensor: Any, *, is_cpu: bool) -> Any:
+    if is_cpu:
+        try:
+            number = tensor.item()  # the only call of torch in most steps
+        except RuntimeError:
+            if tensor.numel() == 1:
+                raise
+        else:
+            if not isinstance(number, complex):
+                return float(number)
     if tensor.numel() != 1 or tensor.is_complex():
         raise ArgumentTypeError(
             f"paceline.log({name}=...) takes a number or a tensor with one element, not a tensor "

@@ -3,7 +3,7 @@
 Called by the recorder. CPU time and faults cost two microseconds, and ten in training, which leaves
 nothing of this in the caches: they are asked for every 50 ms, so in every step that is not shorter.
 Threads without a core cost several microseconds *each*, and memory ten: they are asked for so
-seldom that it costs a two-thousandth of the time, at most. Must not know what the numbers are for.
+seldom that it costs a four-thousandth of the time, at most. Must not know what the numbers are for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from paceline.cores import find_cpu_stat, read_stolen_ns, read_throttled_ns
 
-_SHARE_OF_TIME = 1 / 2000
+_SHARE_OF_TIME = 1 / 4000
 _MIN_PAUSE_S = 0.1
 _SAMPLE_EVERY_NS = 50_000_000
 _MEMORY_EVERY_S = 1.0
