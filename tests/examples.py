@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: a fifth of them in `make test`, all in `make test-all`.
+"""How many examples hypothesis draws: a tenth of them in `make test`, all in `make test-all`.
 
 And which ones, where several processes must draw the same.
 """
@@ -16,7 +16,7 @@ ARE_FEW = os.environ.get("PACELINE_EXAMPLES") == "few"
 
 def examples(number: int) -> int:
     """For ``max_examples``."""
-    return max(FEWEST, number // 5) if ARE_FEW else number
+    return max(FEWEST, number // 10) if ARE_FEW else number
 
 
 def draw_seed() -> int:

@@ -86,7 +86,7 @@ class TestDemo:
         assert main(["demo"]) == 2
         assert "pip install scikit-learn" in capsys.readouterr().err
 
-    @pytest.mark.slow  # in `make test`: test_run_ctrl_c.py
+    @pytest.mark.slow  # in `make test`: test_all_ends of test_run.py
     def test_ctrl_c_stops_everything(self) -> None:
         pytest.importorskip("sklearn", reason="needs scikit-learn")
         command = [sys.executable, "-m", "paceline", "demo", "--epochs", "10000"]

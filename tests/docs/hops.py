@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,3 +79,9 @@ def check_walk(page: str, calls: Sequence[Call]) -> None:
             f"docs/{page}: {hop} (Python hop {number}) did not run after the one before it; "
             f"of its file ran {ran}"
         )
+
+
+def check_not_python(calls: Sequence[Call], instead_of_c: Collection[tuple[str, str]]) -> None:
+    """The native core did its hops: what Python has in their place did not run."""
+    ran = {(file, name) for _, file, name in calls} & set(instead_of_c)
+    assert not ran, f"Python did what the page says the native core does: {sorted(ran)}"

@@ -17,8 +17,14 @@ from torch import nn
 from paceline import DistributedDataParallel
 from paceline.native.extension import native
 from paceline.testing import run_ranks
-from tests.docs.hops import ROOT, Call, check_walk, recorded
+from tests.docs.hops import ROOT, Call, check_not_python, check_walk, recorded
 
+# What Python does where the native core does not. A walk through C must not come by.
+INSTEAD_OF_C = {
+    ("ddp/autograd/hooks.py", "on_gradient"),
+    ("ddp/reduce/copy_in.py", "_copy"),
+    ("ps/server/dispatch.py", "answer"),
+}
 needs_native = pytest.mark.skipif(native is None, reason="the native extension is not built")
 
 
@@ -37,6 +43,7 @@ def train_one_step() -> list[Call]:
 def test_the_life_of_a_gradient() -> None:
     for calls in run_ranks(2, train_one_step):
         check_walk("how-it-works.md", calls)
+        check_not_python(calls, INSTEAD_OF_C)
 
 
 def reduce_one_tensor() -> list[Call]:
@@ -69,6 +76,7 @@ def traced_server(folder: Path) -> Iterator[str]:
             server.communicate(timeout=60)
 
 
+@needs_native
 def test_the_life_of_an_embedding_row(tmp_path: Path) -> None:
     ps = pytest.importorskip("paceline.ps", reason="pyzmq is not installed")
     with traced_server(tmp_path) as address, ps.connect([address]) as connection:
@@ -82,3 +90,7 @@ def test_the_life_of_an_embedding_row(tmp_path: Path) -> None:
             table.flush()
     in_server = [tuple(call) for call in json.loads((tmp_path / "server.json").read_text())]
     check_walk("life-of-an-embedding-row.md", [*calls, *in_server])
+    first_ns, last_ns = calls[0][0], calls[-1][0]
+    attached = [call for call in in_server if call[0] < first_ns]
+    assert any(call[1:] in INSTEAD_OF_C for call in attached), "the first push is Python's"
+    check_not_python([call for call in in_server if first_ns < call[0] < last_ns], INSTEAD_OF_C)

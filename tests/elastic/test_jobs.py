@@ -175,7 +175,9 @@ def test_a_rank_that_always_fails_ends_the_job_with_a_reason(tmp_path: Path) -> 
     assert "ValueError: as planned" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_interrupting_the_launcher_ends_all(tmp_path: Path, number: signal.Signals) -> None:
     """SIGTERM leaves time to finish a step and to save it."""
 

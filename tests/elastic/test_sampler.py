@@ -148,7 +148,14 @@ def train(global_batch: int, micro_batch: int | None) -> list[float]:
     return [float(v) for p in ddp.parameters() for v in p.detach().flatten()]
 
 
-@pytest.mark.parametrize(("batch", "micro"), [(12, 2), (13, 3), (7, 1), (2, None), (1, 1)])
+@pytest.mark.parametrize(
+    ("batch", "micro"),
+    [
+        (13, 3),
+        (2, None),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((12, 2), (7, 1), (1, 1))),
+    ],
+)
 def test_the_step_is_that_of_one_process(batch: int, micro: int | None) -> None:
     """Split, accumulated and weighted; also where some ranks have no sample at all."""
     [expected] = run_ranks(1, train, batch, None)

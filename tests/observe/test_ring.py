@@ -221,7 +221,7 @@ def test_a_reader_beside_a_writer_and_after_its_death(tmp_path: Path) -> None:
     path = tmp_path / "rank0.events"
     pid = begin_writing(path)
     try:
-        beside = read_while(path, rounds=30)
+        beside = read_while(path, rounds=10)
     finally:
         os.kill(pid, signal.SIGKILL)
         wait_for(pid)

@@ -29,6 +29,7 @@ from typing import Any
 from paceline.elastic.supervised.outcome import JOB, STAND_IN, wait_outcome
 from paceline.launch.exits import exit_summary
 from paceline.launch.kernel import die_with_parent
+from paceline.memory import descriptors
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _USAGE = "usage: -m paceline.elastic.stand_in [-m MODULE | SCRIPT] [ARGUMENT ...]\n"
@@ -83,7 +84,7 @@ class StandIn:
         self._socket.setblocking(False)
         with self._socket, contextlib.suppress(BlockingIOError):
             while True:
-                text, files, _, _ = socket.recv_fds(self._socket, 64, 1)
+                text, files = descriptors.receive(self._socket, 64, 1)
                 if not text:
                     break  # nobody holds the other end
                 if found is not None:

@@ -1,8 +1,8 @@
 """Descriptors handed over a Unix socket, between processes of one user.
 
 Called by :mod:`paceline.shm.attach.fd_exchange` (ranks of a host), by both ends of the shared
-memory of :mod:`paceline.ps`, and by :mod:`paceline.launch.server_process`. What is sent with them
-is the caller's.
+memory of :mod:`paceline.ps`, by :mod:`paceline.launch.server_process`, and by
+:mod:`paceline.elastic.stand_in`. What is sent with them is the caller's. Must not import torch.
 """
 
 from __future__ import annotations

@@ -23,6 +23,11 @@ from tests.ddp.models import mlp
 Loop = Callable[[DDP, torch.optim.Optimizer, int], None]
 
 TRANSPORTS = ["shm", "c10d"]
+EACH_ONCE = [
+    ("shm", 3),
+    ("c10d", 2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("shm", 2), ("c10d", 3))),
+]
 
 
 def loss(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
@@ -116,8 +121,7 @@ def error_and_remedy(loop: Loop, transport: str) -> tuple[int, DesynchronizedErr
     return at, caught.value
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "ranks"), EACH_ONCE)
 def test_ranks_that_differ_raise(transport: str, ranks: int) -> None:
     def on_rank() -> dict[str, tuple[int, DesynchronizedError]]:
         return {how: error_and_remedy(loop, transport) for how, (loop, _) in DIFFERENT.items()}
@@ -261,8 +265,7 @@ def skips(ddp: DDP, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(("transport", "ranks"), EACH_ONCE)
 def test_a_caught_error_on_one_rank_is_a_warning_once(transport: str, ranks: int) -> None:
     """Parameters stay equal; but ranks are one batch apart from then on."""
 

@@ -16,7 +16,7 @@ from tests.ddp.agree.drift_pattern import PATTERNS
     ("transport", "ranks"),
     [
         ("shm", 3),
-        ("c10d", 2),
+        pytest.param("c10d", 2, marks=pytest.mark.slow),
         pytest.param("shm", 2, marks=pytest.mark.slow),
         pytest.param("c10d", 3, marks=pytest.mark.slow),
     ],

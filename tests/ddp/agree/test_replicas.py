@@ -43,7 +43,9 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 3, 65536, 65536 + 5, 200_001])
+@pytest.mark.parametrize(
+    "size", [3, 65536 + 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 65536, 200_001))]
+)
 def test_any_bit_that_differs_is_seen(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(size)
     tensor = torch.randint(0, 2, (size,)).to(dtype)
