@@ -91,6 +91,7 @@ LONG_FILES = [
     "integrations/test_accelerate_scripts.py",
     "packaging/test_wheel.py",
     "integrations/test_ray.py",
+    "benchmarks/test_frameworks.py",
     "shards/test_long.py",
     "ddp/parity/test_pairs.py",
     "benchmarks/test_smoke.py",
