@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import json
 import multiprocessing
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -61,9 +62,10 @@ def test_who_is_missing(pipe: tuple[Connection, Connection]) -> None:
     served = rendezvous._serve(Endpoint("localhost", 0), 3)
     where = Endpoint("localhost", served.port)
     with meeting(served, JobHosts(3, 0, 4, where), theirs) as found:
-        text = hear(ours)
-        assert f"host 0 waits at port {served.port} for hosts 1, 2 of 3: is paceline run" in text
-        assert "Waited 0 s of 900 s" in text
+        expected = f"host 0 waits at port {served.port} for hosts 1, 2 of 3: is paceline run"
+        while expected not in (text := hear(ours)):  # until its own name has arrived
+            assert f"host 0 waits at port {served.port} for hosts 0, 1, 2 of 3" in text
+        assert re.search(r"Waited \d+ s of 900 s", text)
         limit = datetime.timedelta(seconds=DEADLINE_S)
         stores = [dist.TCPStore("localhost", where.port, None, False, limit) for _ in range(2)]
         with meeting(stores[0], JobHosts(3, 1, 2, where), theirs):

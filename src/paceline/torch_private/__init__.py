@@ -1,6 +1,6 @@
 """Every name of torch that torch does not export, with what it does for us, one file for a subject.
 
-Pinned by the tests against torch 2.13 to 2.15. When a new torch moves one of them, this is the
+Tests look for each in the torch that is installed. When a new torch moves one of them, this is the
 place to change; nothing else in the package may reach into a private name. names.py lists them with
 what needs each. The lowest layer: imports only torch and errors. A torch that is too old or too
 new, or lacks a name, is told of here, once.

@@ -66,7 +66,12 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-_PYTHON_BACKWARDS = {BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__}
+# apply_boxed: since torch 2.13.
+_PYTHON_BACKWARDS = {
+    method.__code__
+    for method in map(vars(BackwardCFunction).get, ("apply", "apply_boxed"))
+    if method is not None
+}
 
 
 def enclosing_backward_node() -> Any:

@@ -1,4 +1,4 @@
-"""Which versions of torch Paceline was run with.
+"""Which versions of torch Paceline supports.
 
 Called once, when the first private name is asked for. Knows nothing of what the names are for.
 """
@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 
 OLDEST, NEWEST = (2, 13), (2, 15)
-"""The tests ran with these and what is between (docs/torch-versions.md says how far)."""
+"""With which of them what was run: docs/torch-versions.md."""
 
 SUPPORTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 _WANTED = f"torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
-REMEDY = f'Paceline was tested with torch {SUPPORTED}: install "{_WANTED}".'
+REMEDY = f'Paceline supports torch {SUPPORTED}: install "{_WANTED}".'
 
 
 def complaint_about(version: str, missing: Mapping[str, str] | None = None) -> str:
@@ -28,7 +28,7 @@ def complaint_about(version: str, missing: Mapping[str, str] | None = None) -> s
     parts = []
     if not OLDEST <= found <= NEWEST:
         how = "older" if found < OLDEST else "newer"
-        parts.append(f"torch {version} is {how} than those that Paceline was tested with.")
+        parts.append(f"torch {version} is {how} than those that Paceline supports.")
     if missing:
         listed = "; ".join(f"{name} ({feature})" for name, feature in missing.items())
         parts.append(f"torch {version} does not have private names that Paceline uses: {listed}.")
