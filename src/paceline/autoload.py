@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.config import BACKEND_NAME
 from paceline.elastic.member_process import meet_in_private
+from paceline.elastic.supervised.own_stand_in import watch_rendezvous
 from paceline.integrations.lightning_names import register_all
 
 PATCH_VARIABLE = "PACELINE_PATCH"
@@ -28,6 +29,8 @@ def register_backend() -> None:
         dist.Backend.register_backend(BACKEND_NAME, create_group, devices=["cpu"])
     register_all()
     meet_in_private()
+    if dist.is_available():
+        watch_rendezvous()
     # Here and not later: other modules bind torch's names when they are imported.
     if os.environ.get(PATCH_VARIABLE, "") not in ("", "0"):
         _patch()

@@ -41,12 +41,19 @@ MEMBER = os.environ.get("PACELINE_ELASTIC_MEMBER") or os.environ["RANK"]
 SAMPLES = 240
 
 
+def is_meant(who: int | str, rank: int | None) -> bool:
+    """Whether this is the rank (-1: any), or on the host, that a fault is planned for."""
+    if isinstance(who, str):
+        return who == os.environ.get("PACELINE_HOST_ID")
+    return who < 0 or who == (dist.get_rank() if rank is None else rank)
+
+
 def fault(point: str, step: int, own: int | None = None) -> None:
     """Fire what is planned for this moment, once in the whole job."""
     for number, (kind, where, when, rank) in enumerate(PLAN.get("faults", ())):
         if point != where or step < when or (own is None and not dist.is_initialized()):
             continue
-        if rank >= 0 and rank != (dist.get_rank() if own is None else own):
+        if not is_meant(rank, own):
             continue
         if point.endswith("as joiner") and not (OUT / f"fired-{number - 1}").exists():
             continue  # of the fault before it

@@ -52,6 +52,20 @@ def test_a_lost_host_is_not_replaced_elsewhere_and_comes_back() -> None:
     assert hosts_of(job) == [0, 0, 1, 1]
 
 
+def test_a_step_makes_up_for_deaths_also_if_the_host_is_lost_after_it() -> None:
+    job = make_job(2, 1, early_deaths=3)
+    job.settle()
+    for _ in range(4):
+        job.die(next(m for m in job.training() if job.ranks[m].host == 1))
+        job.settle()
+        job.step(0)
+        lose(job, 1)
+        job.settle()
+        job.do(job.membership.on_host(1, 1))
+        job.settle()
+        assert hosts_of(job) == [0, 1], job.failed
+
+
 def test_a_dead_rank_is_replaced_on_its_host() -> None:
     job = make_job(3, 2)
     job.settle()

@@ -82,6 +82,7 @@ class Membership(Roster):
         if self.epoch < 0:
             return self._start_again(why)
         self._lost_s = self.now_s
+        self._lost_slots |= {who.slot for who in dead if who.state in INSIDE}
         actions: list[Action] = []
         if any(who.state in INSIDE for who in dead) and self._may_step():
             actions = self._end_epoch(why)
@@ -372,7 +373,7 @@ class Membership(Roster):
         )
         if step > self._begin_step:
             self._broken = 0
-            for number in self._lost_slots | {who.slot for who in inside}:
+            for number in self._slots.keys() & self._lost_slots | {who.slot for who in inside}:
                 self._slots[number].early_deaths = 0
         self._lost_slots.clear()
         self._is_finishing = False

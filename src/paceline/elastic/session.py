@@ -26,6 +26,7 @@ from paceline.elastic.events import MembershipEvent
 from paceline.elastic.hosts.listening import listening_at
 from paceline.elastic.protocol import DIRECTORY
 from paceline.elastic.state import State
+from paceline.elastic.supervised.own_stand_in import ask_for_stand_in
 from paceline.elastic.supervised.supervise import find_supervisor, leave_supervisor
 from paceline.elastic.unblock import free_collectives
 from paceline.errors import (
@@ -84,6 +85,8 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
     get a supervisor, and survivors go on; a rank alone, or ranks of several hosts, just train.
     """
 
+    ask_for_stand_in()
+
     @functools.wraps(train)
     def wrapper(state: State, *args: P.args, **kwargs: P.kwargs) -> R:
         if os.environ.get(DIRECTORY) in _ended_in:
@@ -94,6 +97,9 @@ def run(train: Callable[Concatenate[State, P], R]) -> Callable[Concatenate[State
             return train(state, *args, **kwargs)
         try:
             return session.run(lambda: train(state, *args, **kwargs))
+        except BaseException as error:
+            session.has_failed = not isinstance(error, SystemExit) or bool(error.code)
+            raise
         finally:
             session.close()
 
@@ -124,6 +130,7 @@ class Session:
     """One call of a training function: its epochs."""
 
     def __init__(self, state: State, *, is_supervised: bool = False) -> None:
+        self.has_failed = False  # this rank, and not the job: others may go on
         self._is_supervised = is_supervised
         self._state = state
         self._pids: list[int] = []
@@ -321,7 +328,7 @@ class Session:
         if self.client is not None:
             self.client.close()
         if self._is_supervised:
-            leave_supervisor()
+            leave_supervisor(has_failed=self.has_failed)
         self._state.after_commit = None
 
 

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 -m paceline.elastic.stand_in train.py --epochs 3
 
 The launcher starts this process, and watches it; the rank is its child. If the rank dies while
-others train on, the stand-in waits until they are done, and ends well if they have. Must not import
-torch.
+others train on, the stand-in waits until they are done, and ends well if they have. A rank that
+forks by itself (:mod:`paceline.elastic.supervised.own_stand_in`) runs this file in its place. Must
+not import torch.
 
 [Note: what a stand-in tells its launcher]
 - The rank ends well: at once.
@@ -24,7 +25,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.elastic.supervised.outcome import JOB, STAND_IN, wait_outcome
 from paceline.launch.exits import exit_summary
@@ -32,33 +33,77 @@ from paceline.launch.kernel import die_with_parent
 from paceline.memory import descriptors
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ADOPT = "--adopt"
+"""The word before a child that is there already, and the number of the socket to it."""
 _USAGE = "usage: -m paceline.elastic.stand_in [-m MODULE | SCRIPT] [ARGUMENT ...]\n"
 
 
+class Rank(Protocol):
+    """The process of a rank."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code, as ``Popen`` has it, if it has ended."""
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it has not ended."""
+
+    def wait(self) -> int:
+        """Wait for its end."""
+
+
+class ForkedRank:
+    """A child of this process that was there before the program that runs in it now."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """See :class:`Rank`."""
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """See :class:`Rank`."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def wait(self) -> int:
+        """See :class:`Rank`."""
+        _, status = os.waitpid(self.pid, 0)
+        self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+
+def start(words: list[str]) -> StandIn:
+    """Start a rank, as ``python`` with these words would."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stand_in = os.getpid()
+
+    def begin() -> None:
+        os.setpgid(0, 0)
+        die_with_parent(stand_in)
+
+    with theirs:
+        number = theirs.fileno()
+        rank = subprocess.Popen(
+            [sys.executable, *words],
+            env={**os.environ, STAND_IN: f"{stand_in}:{number}"},
+            pass_fds=[number],
+            preexec_fn=begin,
+        )
+    return StandIn(rank, ours)
+
+
 class StandIn:
-    """Starts a rank, and waits: [Note: what a stand-in tells its launcher].
+    """Waits for a rank: [Note: what a stand-in tells its launcher]."""
 
-    Args:
-        words: What to run, as for ``python``.
-    """
-
-    def __init__(self, words: list[str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._pid = os.getpid()
-        with theirs:
-            number = theirs.fileno()
-            self._rank = subprocess.Popen(
-                [sys.executable, *words],
-                env={**os.environ, STAND_IN: f"{self._pid}:{number}"},
-                pass_fds=[number],
-                preexec_fn=self._begin,
-            )
+    def __init__(self, rank: Rank, ours: socket.socket) -> None:
+        self._rank, self._socket = rank, ours
         for each in _FORWARDED:
             signal.signal(each, self._forward)
-
-    def _begin(self) -> None:
-        os.setpgid(0, 0)
-        die_with_parent(self._pid)
 
     def _forward(self, number: int, _: Any) -> None:
         if self._rank.poll() is None:
@@ -110,7 +155,11 @@ def main(words: list[str]) -> int:
     if not words:
         sys.stderr.write(_USAGE)
         return 2
-    code = StandIn(words).wait()
+    if words[0] == ADOPT:
+        pid, number = (int(word) for word in words[1:])
+        code = StandIn(ForkedRank(pid), socket.socket(fileno=number)).wait()
+    else:
+        code = start(words).wait()
     if code < 0:
         die_of(-code)
     return code

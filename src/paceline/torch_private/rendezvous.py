@@ -1,4 +1,4 @@
-"""How ``init_process_group`` finds its store, if the script says ``env://`` or nothing."""
+"""How ``init_process_group`` finds its store: by ``env://``, if the script says nothing else."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def replace_env_handler(make: Callable[[Handler], Handler]) -> None:
     """Let ``env://`` mean what ``make`` makes of torch's handler."""
     handlers: dict[str, Any] = _module._rendezvous_handlers
     handlers["env"] = make(handlers["env"])
+
+
+def replace_handlers(make: Callable[[Handler], Handler]) -> None:
+    """The same for all ways in which ranks of a script find each other."""
+    handlers: dict[str, Any] = _module._rendezvous_handlers
+    handlers.update({scheme: make(handler) for scheme, handler in handlers.items()})
 
 
 def query_of(url: str) -> dict[str, str]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.launch.kernel import descendants
-from tests.elastic.soak.check import Note, read_notes
 
 SCRIPT = Path(__file__).parent / "script.py"
 RANKS = 4
 STUCK_AFTER_S = 4.0
 LATE_S = 180.0  # a job that does not get on for so long hangs
 IN_A_ROW = 2  # kills of one slot before it has done a step again; the job would end after five
+PAUSE_S = (0.02, 0.4)  # between two strikes, at least and at most
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,37 @@ class Piece:
 
 
 @dataclass
-class Usage:
-    """What a process has, over time: kilobytes, descriptors, threads; and the job's processes."""
+class Seen:
+    """A member, as far as it has been read of: notes are long, and each line is read once."""
 
-    samples: list[tuple[int, int, int]] = field(default_factory=list)
+    path: Path
+    offset: int = 0
+    pid: int = 0
+    slot: int = -1
+    step: int = 0
+    is_done: bool = False
+
+    def read(self) -> None:
+        """Read what is new."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            note = json.loads(line)
+            if note["kind"] == "begin":
+                self.pid, self.slot = int(note["pid"]), int(note["slot"])
+            elif note["kind"] == "commit":
+                self.step = int(note["step"])
+            self.is_done = note["kind"] == "done"
+
+
+@dataclass
+class Usage:
+    """What a process has, over time: kilobytes, descriptors, threads."""
+
+    samples: list[tuple[int, ...]] = field(default_factory=list)
 
     def look(self, pid: int) -> None:
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
@@ -54,13 +81,16 @@ class Usage:
             files = len(os.listdir(f"/proc/{pid}/fd"))
             self.samples.append((int(status["RssAnon"].split()[0]), files, int(status["Threads"])))
 
-    def growth(self) -> tuple[int, int, int]:
+    def growth(self) -> tuple[int, ...]:
         """From the first third to the last: of the least that was seen in each."""
         third = len(self.samples) // 3
         if not third:
-            return 0, 0, 0
+            return ()
         first, last = self.samples[:third], self.samples[-third:]
-        return tuple(min(s[i] for s in last) - min(s[i] for s in first) for i in range(3))  # type: ignore[return-value]
+        return tuple(
+            min(late) - min(early)
+            for early, late in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True)
+        )
 
 
 class SoakJob:
@@ -70,12 +100,12 @@ class SoakJob:
         self._piece = piece
         self._out = out
         self._random = random.Random(piece.seed)
-        self._pids: dict[int, tuple[int, int]] = {}  # of members: pid and slot
+        self._seen: dict[str, Seen] = {}
         self._in_a_row: Counter[int] = Counter()
         self._step_at_kill: dict[int, int] = {}
         self.kills: Counter[str] = Counter()
         self.usage = {"launcher": Usage(), "fork server": Usage(), "survivor": Usage()}
-        self.processes: list[int] = []
+        self.processes = Usage()
         self._server = 0
         self.began_s = time.monotonic()
 
@@ -103,52 +133,50 @@ class SoakJob:
         end_s = time.monotonic() + self._piece.seconds
         moved_s, moved_step = time.monotonic(), 0
         while launcher.poll() is None and time.monotonic() < end_s:
-            time.sleep(self._random.uniform(0.02, 0.6))
-            notes = read_notes(self._out)
-            step = max((s for lines in notes.values() if (s := _step(lines))), default=0)
+            time.sleep(self._random.uniform(*PAUSE_S))
+            step = self._read()
             if step > moved_step:
                 moved_s, moved_step = time.monotonic(), step
             if time.monotonic() - moved_s > LATE_S:
                 raise TimeoutError(f"no step after step {step} for {LATE_S:g} s")
             if step > 5:
-                self._look(launcher.pid, notes)
-                self._strike(launcher.pid, notes)
-        step = max(_step(lines) for lines in read_notes(self._out).values())
-        (self._out / "draft").write_text(str(step + 60))
+                alive = descendants(launcher.pid)
+                self._look(launcher.pid, alive)
+                self._strike(alive)
+        (self._out / "draft").write_text(str(self._read() + 60))
         os.replace(self._out / "draft", self._out / "last")
 
-    def _look(self, launcher: int, notes: dict[int, list[Note]]) -> None:
-        below = descendants(launcher)
-        self.processes.append(len(below))
-        self.usage["launcher"].look(launcher)
-        self._server = self._server or min(below - {n[0]["pid"] for n in notes.values() if n})
-        self.usage["fork server"].look(self._server)
-        for lines in notes.values():
-            if lines and lines[0]["slot"] == self._piece.kept:
-                self.usage["survivor"].look(lines[0]["pid"])
+    def _read(self) -> int:
+        """Read what members have noted; return the last step that any has committed."""
+        for path in self._out.glob("notes-*"):
+            self._seen.setdefault(path.name, Seen(path)).read()
+        return max((each.step for each in self._seen.values()), default=0)
 
-    def _strike(self, launcher: int, notes: dict[int, list[Note]]) -> None:
-        alive = descendants(launcher)
+    def _look(self, launcher: int, alive: set[int]) -> None:
+        self.processes.samples.append((len(alive),))
+        self.usage["launcher"].look(launcher)
+        self._server = self._server or min(alive - {each.pid for each in self._seen.values()})
+        self.usage["fork server"].look(self._server)
+        for each in self._seen.values():
+            if each.slot == self._piece.kept:
+                self.usage["survivor"].look(each.pid)
+
+    def _strike(self, alive: set[int]) -> None:
         targets = []
-        for lines in notes.values():
-            if not lines or lines[0]["pid"] not in alive or lines[-1]["kind"] == "done":
+        for each in self._seen.values():
+            if each.pid not in alive or each.is_done:
                 continue
-            slot, step = int(lines[0]["slot"]), _step(lines)
-            if step > self._step_at_kill.get(slot, -1):
-                self._in_a_row[slot] = 0
-            if slot != self._piece.kept and self._in_a_row[slot] < IN_A_ROW:
-                targets.append((int(lines[0]["pid"]), slot, step))
+            if each.step > self._step_at_kill.get(each.slot, -1):
+                self._in_a_row[each.slot] = 0
+            if each.slot != self._piece.kept and self._in_a_row[each.slot] < IN_A_ROW:
+                targets.append(each)
         number = 2 if self._random.random() < 0.1 else 1
-        for pid, slot, step in self._random.sample(targets, min(number, len(targets))):
+        for each in self._random.sample(targets, min(number, len(targets))):
             what = signal.SIGSTOP if self._random.random() < 0.05 else signal.SIGKILL
-            if step == 0 and self._random.random() < 0.7:
+            if each.step == 0 and self._random.random() < 0.7:
                 continue  # mostly those that train
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, what)
+                os.kill(each.pid, what)
                 self.kills[what.name] += 1
-            self._in_a_row[slot] += 1
-            self._step_at_kill[slot] = max(step, self._step_at_kill.get(slot, 0))
-
-
-def _step(lines: list[Note]) -> int:
-    return max((n["step"] for n in lines if n["kind"] == "commit"), default=0)
+            self._in_a_row[each.slot] += 1
+            self._step_at_kill[each.slot] = max(each.step, self._step_at_kill.get(each.slot, 0))

@@ -209,7 +209,10 @@ class TestTorchrun:
         assert done.returncode == 0, done.stderr
         check(Ended(0, out, RunFolder(tmp_path)), faults=0, world=2)
 
-    def test_survivors_save_before_it_ends_them(self, tmp_path: Path) -> None:
+    def test_survivors_save_before_it_ends_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PACELINE_STAND_IN", "0")
         faults = [("kill", "bucket", 12, 1)]
         out, done = run_torchrun(tmp_path, steps=100_000, faults=faults, pause_s=0.05, save=10)
         assert done.returncode == 1
@@ -222,16 +225,17 @@ class TestTorchrun:
         assert int(found[1]) > 12
         assert steps[-1].endswith(found[1]), steps
 
-    def test_survivors_go_on_where_ranks_have_stand_ins(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("stand_in", [(), STAND_IN])
+    def test_survivors_go_on(self, tmp_path: Path, stand_in: tuple[str, ...]) -> None:
         faults = [("kill", "bucket", 5, 0), ("exit", "forward", 12, 1)]
-        out, done = run_torchrun(tmp_path, *STAND_IN, ranks=3, steps=20, faults=faults)
+        out, done = run_torchrun(tmp_path, *stand_in, ranks=3, steps=20, faults=faults)
         assert done.returncode == 0, done.stderr
         check(Ended(0, out, RunFolder(tmp_path)), faults=2, world=1)
         assert "was told to end" not in done.stderr
 
     def test_if_none_survives_torchrun_hears_of_it(self, tmp_path: Path) -> None:
         faults = [("kill", "bucket", 5, 0), ("kill", "forward", 8, 0)]
-        _, done = run_torchrun(tmp_path, *STAND_IN, steps=20, faults=faults)
+        _, done = run_torchrun(tmp_path, steps=20, faults=faults)
         assert done.returncode == 1
         assert "the other ranks have failed, too" in done.stderr
         assert "Signal 9 (SIGKILL)" in done.stderr

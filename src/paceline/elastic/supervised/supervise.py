@@ -20,6 +20,7 @@ import torch.distributed as dist
 from paceline.elastic.handshake import read_key
 from paceline.elastic.protocol import DIRECTORY, MEMBER, key_path
 from paceline.elastic.supervised.outcome import tell_stand_in
+from paceline.elastic.supervised.own_stand_in import warn_without_stand_in
 from paceline.errors import ConfigurationError
 from paceline.liveness.identity import describe_process
 from paceline.transport.exchange import gather_json
@@ -62,13 +63,16 @@ def find_supervisor() -> bool:
         raise ConfigurationError(f"elastic training cannot begin: {found['error']}")
     read_key(key_path(Path(found["directory"])))  # of this user, or of nobody whom we trust
     os.environ |= {DIRECTORY: found["directory"], MEMBER: str(rank)}
+    if rank == 0:
+        warn_without_stand_in()
     tell_stand_in(Path(found["directory"]))
     return True
 
 
-def leave_supervisor() -> None:
-    """The next function under ``@elastic.run`` gets another."""
-    tell_stand_in(None)
+def leave_supervisor(*, has_failed: bool) -> None:
+    """The next function under ``@elastic.run`` gets another. Who has failed is still in the job."""
+    if not has_failed:
+        tell_stand_in(None)
     for name in (DIRECTORY, MEMBER):
         os.environ.pop(name, None)
 
