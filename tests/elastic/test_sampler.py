@@ -212,3 +212,26 @@ def test_batches_of_a_step_where_reductions_tell() -> None:
 def test_a_commit_is_a_batch_where_they_do_not(models: int) -> None:
     """A GAN reduces one of its models several times for a batch."""
     assert run_ranks(1, reduce_and_commit, models, 2) == [(2, [])]
+
+
+def test_each_batch_is_weighed_for_what_it_is() -> None:
+    """The last of an epoch may be uneven; the first of the next one is not."""
+
+    def on_rank() -> list[float | None]:
+        ddp = DDP(torch.nn.Linear(1, 1))
+        sampler = DistributedSampler(21, 8)
+        state = State(model=ddp, sampler=sampler)
+        state.take_place(0, 2)
+        assert ddp.reducer is not None
+        found = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for indices in sampler:
+                found.append(ddp.reducer.runner.weight)
+                assert found[-1] in (None, len(indices))
+                state.commit(batches=1)
+        state.put_back()
+        state.close()
+        return found
+
+    assert run_ranks(1, on_rank) == [[None, None, 3.0] * 2]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline import DistributedDataParallel as DDP
 from paceline.elastic import State, run, session
-from paceline.elastic.random_state import read_generators, write_generators
+from paceline.elastic.commit.random_state import read_generators, write_generators
 from paceline.elastic.session import Session
 from paceline.elastic.transfer import describe, make_tensors, rebuild
 from paceline.elastic.unblock import cut_connections

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +27,21 @@ from paceline.elastic.checkpoint.saved_state import (
     load_checkpoint,
 )
 from paceline.elastic.checkpoint.writer import Save
-from paceline.elastic.data.batch_count import BatchCount
-from paceline.elastic.data.cursor import BatchCursor
-from paceline.elastic.data.micro_batch import MicroBatch, Pieces
-from paceline.elastic.events import MembershipEvent
-from paceline.elastic.kept import Kept, Stateful
-from paceline.elastic.random_state import (
+from paceline.elastic.commit.kept import Kept, Stateful
+from paceline.elastic.commit.optimizers import BegunSteps, check_optimizer
+from paceline.elastic.commit.random_state import (
     KeptGenerator,
     from_plain,
     read_generators,
     to_plain,
     write_generators,
 )
+from paceline.elastic.commit.wrapper_state import Feedback, WrapperState
+from paceline.elastic.data.batch_count import BatchCount
+from paceline.elastic.data.cursor import BatchCursor
+from paceline.elastic.data.micro_batch import MicroBatch, Pieces
+from paceline.elastic.events import MembershipEvent
 from paceline.elastic.transfer import check_travels, copy_from
-from paceline.elastic.wrapper_state import Feedback, WrapperState
 from paceline.errors import CheckpointError, ConfigurationError
 from paceline.shards.loader import ShardLoader
 
@@ -92,11 +92,7 @@ class State:
         self._save: Save | None = None
         self._saves_to: tuple[Path, int] | None = None
         self._pieces = Pieces()
-        self._stepped: set[int] = set()  # optimizers, by number
-        self._handles = [
-            _inner(each).register_step_post_hook(partial(self._on_step, number))
-            for number, each in enumerate(self._optimizers)
-        ]
+        self._steps = BegunSteps(self._optimizers)
         self._wrapper_state = WrapperState(self.wrappers)
         check_travels("what a communication hook remembers", self._wrapper_state.tree())
         self._kept = Kept(self._modules, self._optimizers, self._parts, self._wrapper_state)
@@ -110,6 +106,7 @@ class State:
         if isinstance(member, torch.nn.Module):
             self._modules.append(member)
         elif isinstance(member, torch.optim.Optimizer):
+            check_optimizer(name, member)
             self._optimizers.append(member)
             if hasattr(member, "undoes_failed_steps"):  # [Note: meetings]
                 member.undoes_failed_steps = True
@@ -138,7 +135,7 @@ class State:
         self.sampler = cursor
         if isinstance(cursor, ShardLoader):
             cursor.is_moved_by_commits = True
-        if hasattr(cursor, "on_size"):
+        else:
             cursor.on_size = self._weigh
 
     # --- committing -------------------------------------------------------------------------------
@@ -154,14 +151,16 @@ class State:
         """
         if isinstance(self.sampler, BatchCursor):
             self._pieces.check_complete(self.sampler)
+        self._steps.commit()
         self.commits += 1
+        if batches is None and self.sampler is not None:
+            batches = self._batch_count.take()
+        else:
+            self._batch_count.restart()
         if self.sampler is not None:
-            self.sampler.advance(self._batch_count.take() if batches is None else batches)
-        self._batch_count.restart()
-        self._stepped.clear()
+            self.sampler.advance(batches or 0)
         self._pieces.done = 0
         self._kept.keep(self._values())
-        self._weigh()
         if self.after_commit is not None:
             self.after_commit()
 
@@ -187,8 +186,8 @@ class State:
 
     @property
     def is_clean(self) -> bool:
-        """Whether no optimizer has stepped since the last commit."""
-        return not self._stepped
+        """Whether no optimizer has begun a step since the last commit."""
+        return not self._steps.begun
 
     @property
     def holds_step(self) -> bool:
@@ -198,13 +197,9 @@ class State:
     def put_back(self) -> None:
         """Undo what was done since the last commit, parameters and optimizers aside.
 
-        If an optimizer has stepped, there is no way back: then all stays as it is.
+        If an optimizer has begun a step, there is no way back: then all stays as it is.
         """
-        for number, optimizer in enumerate(self._optimizers):
-            optimizer.zero_grad(set_to_none=True)
-            if getattr(optimizer, "was_undone", False):
-                optimizer.was_undone = False  # type: ignore[attr-defined]
-                self._stepped.discard(number)
+        self._steps.give_up()
         self._pieces.done = 0
         for wrapper in self.wrappers:
             if wrapper.reducer is not None:
@@ -322,14 +317,16 @@ class State:
         """
         tensors = [t for module in self._modules for t in _tensors_of(module)]
         stages, keeps_own = self.holds_step, self.holds_step and self.commits == step
-        tree = copy_from(source, tensors, self._tree(), keeps_own=keeps_own, stages=stages)
-        if torch.distributed.get_rank() != source and not keeps_own:
+        is_source = torch.distributed.get_rank() == source
+        tree = self._tree() if is_source else None
+        tree = copy_from(source, tensors, tree, keeps_own=keeps_own, stages=stages)
+        if not is_source and not keeps_own:
             self.is_whole = False
             self._take(tree)
         self._after_copy()
 
     def _after_copy(self) -> None:
-        self._stepped.clear()
+        self._steps.begun.clear()
         self.is_whole = True
         self._batch_count.restart()
         self._kept.look_again()
@@ -369,9 +366,6 @@ class State:
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _on_step(self, number: int, *_: Any) -> None:
-        self._stepped.add(number)
-
     def _weigh(self) -> None:
         """Let uneven shares of a global batch count for what they are."""
         if not isinstance(self.sampler, BatchCursor):
@@ -383,16 +377,8 @@ class State:
 
     def close(self) -> None:
         """Let go of the optimizers' hooks, and wait for a save."""
-        for handle in self._handles:
-            handle.remove()
+        self._steps.close()
         self.wait_saved()
-
-
-def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that steps, inside of one that lets ranks meet."""
-    while isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
-        optimizer = optimizer.optim  # type: ignore[attr-defined]
-    return optimizer
 
 
 def _tensors_of(module: torch.nn.Module) -> list[torch.Tensor]:

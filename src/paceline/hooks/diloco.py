@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigurationError
 from paceline.hooks.averagers import mean_of_all
 from paceline.hooks.interface import HookBucket, TensorFuture, comm_hook, done, group_of
-from paceline.hooks.local_sgd import CountedState, WrappingOptimizer
+from paceline.hooks.local_sgd import CountedState, WrappingOptimizer, undone_if_failed
 from paceline.hooks.step_undo import StepUndo
 from paceline.hooks.uncompressed import mean_future
 
@@ -103,23 +103,15 @@ class DiLoCoOptimizer(WrappingOptimizer):
         since = self.steps + 1 - self.start_step
         is_meeting = since > 0 and since % self.period == 0
         undo = StepUndo(self.optim) if is_meeting and self.undoes_failed_steps else None
-        loss = self.optim.step() if closure is None else self.optim.step(closure)
-        if is_meeting:
-            self._meet_or_undo(undo)
+        with undone_if_failed(self, undo):
+            loss = self.optim.step() if closure is None else self.optim.step(closure)
+            if is_meeting:
+                self._meet()
         self.steps += 1
         if since == 0:
             for anchor, parameter in zip(self._anchors, self._parameters(), strict=True):
                 anchor.copy_(parameter.detach())
         return loss
-
-    def _meet_or_undo(self, undo: StepUndo | None) -> None:
-        try:
-            self._meet()
-        except BaseException:
-            if undo is not None:
-                undo.restore()
-                self.was_undone = True
-            raise
 
     @torch.no_grad()
     def _meet(self) -> None:

@@ -8,9 +8,10 @@ Nesterov step. With ``outer_lr=1, outer_momentum=0``, DiLoCo is plain local SGD.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -149,6 +150,18 @@ class WrappingOptimizer(Optimizer):
         self.optim.zero_grad(set_to_none=set_to_none)
 
 
+@contextlib.contextmanager
+def undone_if_failed(optimizer: WrappingOptimizer, undo: StepUndo | None) -> Iterator[None]:
+    """Undo a step in which ranks meet, if it fails."""
+    try:
+        yield
+    except BaseException:
+        if undo is not None:
+            undo.restore()
+            optimizer.was_undone = True
+        raise
+
+
 class PostLocalSGDOptimizer(WrappingOptimizer):
     """An optimizer that averages parameters after its step, when the averager says so.
 
@@ -185,14 +198,9 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         """Step, then average if it is time."""
         is_undoable = self.undoes_failed_steps and self.averager.is_due()
         undo = StepUndo(self.optim) if is_undoable else None
-        loss = self.optim.step() if closure is None else self.optim.step(closure)
-        try:
+        with undone_if_failed(self, undo):
+            loss = self.optim.step() if closure is None else self.optim.step(closure)
             self.averager.average_parameters(params=self.param_groups)
-        except BaseException:
-            if undo is not None:
-                undo.restore()
-                self.was_undone = True
-            raise
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -17,7 +17,8 @@ PyMODINIT_FUNC PyInit__native(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL)
         return NULL;
-    if (pl_add_group(module) < 0 || pl_add_wrapper(module) < 0 || pl_add_ps(module) < 0) {
+    if (pl_add_group(module) < 0 || pl_add_wrapper(module) < 0 || pl_add_ps(module) < 0 ||
+        pl_add_elastic(module) < 0) {
         Py_DECREF(module);
         return NULL;
     }

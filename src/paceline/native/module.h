@@ -7,5 +7,6 @@
 int pl_add_group(PyObject *module);
 int pl_add_wrapper(PyObject *module);
 int pl_add_ps(PyObject *module);
+int pl_add_elastic(PyObject *module);
 
 #endif

@@ -10,7 +10,9 @@ import pytest
 from paceline.cli import main
 from paceline.cli.bench.elastic.contenders import CONTENDERS, command
 from paceline.cli.bench.elastic.kills import MeasuredKill, StepNote, samples_per_s, what_followed
-from paceline.cli.bench.elastic.report import Result, headline
+from paceline.cli.bench.elastic.overhead import Overhead
+from paceline.cli.bench.elastic.report import Result, find_missed, headline
+from paceline.cli.bench.harness.estimates import Estimate
 
 
 def note(at_s: float, step: int, epoch: int, pid: int) -> StepNote:
@@ -65,6 +67,20 @@ def test_a_wrong_contender_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "horovod: choose from paceline-spare" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("ratio", "is_met"),
+    [
+        (Estimate(1.003, 0.999, 1.007), True),
+        (Estimate(1.008, 0.999, 1.020), False),
+        (Estimate(1.003, 1.001, 1.005), False),  # small, but there
+        (Estimate(0.990, 0.980, 0.995), True),
+    ],
+)
+def test_a_target_is_missed_unless_it_is_shown_to_be_met(ratio: Estimate, *, is_met: bool) -> None:
+    assert bool(find_missed([], [Overhead("small", ratio, 7.0, 10.0, 40.0)])) is not is_met
+    assert find_missed([], [Overhead("small", ratio, 7.0, 51.0, 90.0)])
+
+
 @pytest.mark.alone
 @pytest.mark.may_leave("descriptors")  # matplotlib's fonts
 def test_kills_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +95,7 @@ def test_kills_beside_torchrun(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert each["samples_per_s"]
     assert report["contenders"][0]["kills"][0]["repeated"] == 0
     assert set(report["contenders"][0]["phases"][0]) >= {"heard", "rebuilt", "first step"}
-    assert report["overhead"]["commit_us"] > 0
+    assert [each["model"] for each in report["overhead"]] == ["small", "middle", "large"]
+    assert all(0 < each["commit_us"] < 1e3 * each["step_ms"] for each in report["overhead"])
     assert picture.stat().st_size > 1000
     assert "while nothing fails" in capsys.readouterr().out

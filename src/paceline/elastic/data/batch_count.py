@@ -27,22 +27,21 @@ class BatchCount:
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         reducers = [each.reducer for each in wrappers if each.reducer is not None]
-        self._reducer = reducers[0] if len(reducers) == 1 else None
+        self._counters = reducers[0].counters if len(reducers) == 1 else None
         self._has_warned = False
         self.restart()
 
     def restart(self) -> None:
         """What was reduced so far does not count."""
-        self._seen = self._steps()
+        self._seen = 0 if self._counters is None else self._counters.steps
 
     def take(self) -> int:
         """Return how many batches the step had that ends now."""
-        batches = self._steps() - self._seen if self._reducer is not None else 1
-        self.restart()
+        if self._counters is None:
+            return 1
+        steps = self._counters.steps
+        batches, self._seen = steps - self._seen, steps
         if batches > 1 and not self._has_warned:
             self._has_warned = True
             logger.warning(_MANY, batches, batches)
         return batches
-
-    def _steps(self) -> int:
-        return self._reducer.counters.steps if self._reducer is not None else 0

@@ -22,6 +22,7 @@ its piece the factor 0. Layers that look at the whole batch, such as BatchNorm, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class BatchCursor:
         position: Global batches of this epoch that are committed.
         rank: Of this process in the present epoch of the membership.
         world: How many ranks share a batch.
+        on_size: Told when the global batch that is trained next may have another size, or other
+            shares, than the one before.
     """
 
     def __init__(self, global_batch: int, micro_batch: int | None = None) -> None:
@@ -65,6 +68,7 @@ class BatchCursor:
         self.micro_batch = micro_batch
         self.epoch = self.position = 0
         self.rank, self.world = _default_place()
+        self.on_size: Callable[[], None] | None = None
         self._is_told = True  # in which epoch the next pass is
 
     def set_epoch(self, epoch: int) -> None:
@@ -72,10 +76,16 @@ class BatchCursor:
         self._is_told = True
         if epoch != self.epoch:
             self.epoch, self.position = epoch, 0
+            self._tell_size()
 
     def set_place(self, rank: int, world: int) -> None:
         """Share batches among other ranks from the next iterator on. Called by ``elastic.run``."""
         self.rank, self.world = rank, world
+        self._tell_size()
+
+    def _tell_size(self) -> None:
+        if self.on_size is not None:
+            self.on_size()
 
     def advance(self, batches: int) -> None:
         """Commit so many global batches."""
@@ -128,6 +138,7 @@ class BatchCursor:
                 f"a global batch has {self.global_batch}: take {saved}, or begin the epoch anew"
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._tell_size()
 
 
 def _default_place() -> tuple[int, int]:

@@ -53,9 +53,6 @@ class IterableCursor(BatchCursor):
         collate_fn: Makes a batch of a list of samples.
         loader: For ``DataLoader``: ``num_workers``, ``persistent_workers``, ``prefetch_factor``,
             ``pin_memory``, ``worker_init_fn`` and the like.
-
-    Attributes:
-        on_size: Told when a global batch has another size than the one before.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class IterableCursor(BatchCursor):
             if name in loader:
                 raise ConfigurationError(f"IterableCursor has no {name}: see global_batch")
         self.drop_last = drop_last
-        self.on_size: Callable[[], None] | None = None
         self._size = global_batch
         open_stream = stream if callable(stream) else _Skipping(stream)
         self._batches = _Batches(open_stream, collate_fn, drop_last=drop_last)
@@ -86,7 +82,7 @@ class IterableCursor(BatchCursor):
     def advance(self, batches: int) -> None:
         """Commit so many global batches."""
         super().advance(batches)
-        self._size = self.global_batch
+        self._set_size(self.global_batch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches from the first global batch that is not committed."""
@@ -105,8 +101,7 @@ class IterableCursor(BatchCursor):
     def _set_size(self, size: int) -> None:
         if size != self._size:
             self._size = size
-            if self.on_size is not None:
-                self.on_size()
+            self._tell_size()
 
 
 class _Skipping:

@@ -77,6 +77,12 @@ class DistributedSampler(BatchCursor):
             return self.samples - index * self.global_batch
         return self.global_batch
 
+    def advance(self, batches: int) -> None:
+        """Commit so many global batches."""
+        self.position += batches
+        if (self.position + 2) * self.global_batch > self.samples:
+            self._tell_size()  # the last one has another size
+
     def next_size(self) -> int:
         """Samples in the global batch that is trained next."""
         return self.batch_size(min(self.position, self.batches - 1))
@@ -100,7 +106,13 @@ class DistributedSampler(BatchCursor):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands; good for any number of ranks."""
-        return {**super().state_dict(), "seed": self.seed, "samples": self.samples}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "samples": self.samples,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there.

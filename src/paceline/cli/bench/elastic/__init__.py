@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = _chosen(args.contenders)
     results = [_disturbed(name, args) for name in chosen]
-    cost = overhead.measure(args.rounds, args.timeout) if args.rounds > 0 else None
-    is_met = report.show(args, results, cost)
+    costs = overhead.measure(args.rounds, args.timeout) if args.rounds > 0 else []
+    is_met = report.show(args, results, costs)
     return 1 if args.check and not is_met else 0
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from paceline.cli.bench.elastic.contenders import OURS, OURS_SPARE
 from paceline.cli.bench.elastic.kills import MeasuredKill, StepNote, samples_per_s
-from paceline.cli.bench.elastic.overhead import COMMIT_LIMIT_US, STEP_LIMIT, Overhead
+from paceline.cli.bench.elastic.overhead import Overhead
 from paceline.cli.bench.elastic.script import BATCH
 from paceline.cli.bench.harness import plot, report
 
@@ -72,7 +72,7 @@ def read_phases(folder: Path, kills: Sequence[MeasuredKill]) -> list[Phases]:
     return found
 
 
-def show(args: argparse.Namespace, results: Sequence[Result], cost: Overhead | None) -> bool:
+def show(args: argparse.Namespace, results: Sequence[Result], costs: Sequence[Overhead]) -> bool:
     """Print, write and draw; say whether our targets are met."""
     console = report.console()
     console.print(_table(args, results))
@@ -84,12 +84,12 @@ def show(args: argparse.Namespace, results: Sequence[Result], cost: Overhead | N
             console.print(f"{result.contender}: median seconds until the next step: {text}")
         if result.problem:
             console.print(escape(f"{result.contender}: {result.problem}"))
-    if cost is not None:
+    for cost in costs:
         console.print(escape(cost.describe()))
-    missed = _missed(results, cost)
+    missed = find_missed(results, costs)
     for text in missed:
         console.print(f"target missed: {escape(text)}")
-    report.write_json(args.json, _to_json(results, cost))
+    report.write_json(args.json, _to_json(results, costs))
     if args.plot is not None:
         draw(args.plot, results)
     return not missed
@@ -117,7 +117,8 @@ def _table(args: argparse.Namespace, results: Sequence[Result]) -> Table:
     return made
 
 
-def _missed(results: Sequence[Result], cost: Overhead | None) -> list[str]:
+def find_missed(results: Sequence[Result], costs: Sequence[Overhead]) -> list[str]:
+    """Say which targets are missed."""
     missed = []
     for each in results:
         if each.contender not in TARGETS:
@@ -134,12 +135,11 @@ def _missed(results: Sequence[Result], cost: Overhead | None) -> list[str]:
         ):
             if value > most:
                 missed.append(f"{each.contender}: {what} is {value:.2f} s, not {most:g}")
-    if cost is not None and (cost.ratio.low > STEP_LIMIT or cost.commit_us > COMMIT_LIMIT_US):
-        missed.append(cost.describe())
+    missed += [cost.describe() for cost in costs if not cost.is_met]
     return missed
 
 
-def _to_json(results: Sequence[Result], cost: Overhead | None) -> dict[str, Any]:
+def _to_json(results: Sequence[Result], costs: Sequence[Overhead]) -> dict[str, Any]:
     return {
         "contenders": [
             {
@@ -151,7 +151,7 @@ def _to_json(results: Sequence[Result], cost: Overhead | None) -> dict[str, Any]
             }
             for each in results
         ],
-        "overhead": None if cost is None else asdict(cost),
+        "overhead": [asdict(cost) for cost in costs],
     }
 
 

@@ -4,19 +4,19 @@ Called by :mod:`paceline.elastic.state`. Parameters and optimizers are not kept:
 them before the step, and the step is what is committed. What is kept is small: buffers, random
 generators, settings of the optimizers (a learning rate), schedulers, scalers, and the numbers of
 the state itself. What wrappers remember is large for some hooks, and copied only where it changes
-(:mod:`paceline.elastic.wrapper_state`).
+(:mod:`paceline.elastic.commit.wrapper_state`).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from paceline.elastic.random_state import read_generators, write_generators
-from paceline.elastic.wrapper_state import WrapperState
+from paceline.elastic.commit.plain_copy import copied_state, copy_plain
+from paceline.elastic.commit.random_state import KeptGenerators
+from paceline.elastic.commit.wrapper_state import WrapperState
 from paceline.torch_private.modules import own_buffers
 from paceline.torch_private.scaler import forget_step
 
@@ -52,38 +52,38 @@ class Kept:
         self._parts = parts
         self._wrappers = wrappers
         self._buffers = _Buffers(modules)
+        self._generators = KeptGenerators()
 
     def look_again(self) -> None:
         """Modules may have got other buffers."""
         self._buffers.find()
 
     def keep(self, values: dict[str, Any]) -> None:
-        """Keep all of it as it is now."""
-        self._buffers.keep()
+        """Keep all of it as it is now; ``values`` are not to be changed afterwards."""
+        if self._buffers.are_there:
+            self._buffers.keep()
         self._wrappers.keep()
-        self._values = dict(values)
-        self._generators = read_generators()
-        self._settings = [
-            [
-                {k: _copied(v) for k, v in group.items() if k != "params"}
-                for group in each.param_groups
-            ]
-            for each in self._optimizers
-        ]
-        self._states = {name: copy.deepcopy(p.state_dict()) for name, p in self._parts.items()}
+        self._values = values
+        self._generators.keep()
+        groups = [each.param_groups for each in self._optimizers]
+        self._settings = copy_plain(groups, _NOT_SETTINGS, _copied)
+        self._states = copied_state({name: p.state_dict() for name, p in self._parts.items()})
 
     def put_back(self) -> dict[str, Any]:
         """Make everything as it was at the commit; return the values."""
         self._buffers.put_back()
         self._wrappers.put_back()
-        write_generators(self._generators)
+        self._generators.put_back()
         for optimizer, groups in zip(self._optimizers, self._settings, strict=True):
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 _put_back_settings(group, settings)
         for name, part in self._parts.items():
-            part.load_state_dict(copy.deepcopy(self._states[name]))
+            part.load_state_dict(copied_state(self._states[name]))
             forget_step(part)
         return dict(self._values)
+
+
+_NOT_SETTINGS = frozenset(("params", "param_names"))
 
 
 def _copied(value: Any) -> Any:
@@ -98,7 +98,7 @@ def _put_back_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor):
                 now.copy_(value)
             else:
-                group[name] = _copied(value)
+                group[name] = copy_plain(value, _NOT_SETTINGS, _copied)
 
 
 class _Buffers:
@@ -131,11 +131,14 @@ class _Buffers:
     def _are_same(self, found: list[Any]) -> bool:
         return list(map(id, found)) == list(map(id, self._found))
 
+    @property
+    def are_there(self) -> bool:
+        """Whether there is any: to switch gradients off and on takes longer than to ask."""
+        return bool(self._places)
+
     @torch.no_grad()
     def keep(self) -> None:
         """Copy them as they are now."""
-        if not self._places:
-            return
         if not self._are_same(self._look_up()):
             self.find()
         torch._foreach_copy_(self._copies, self._found)

@@ -1,6 +1,6 @@
 """What wrappers remember from step to step: hooks, the scale of weights, skipped steps, rounds.
 
-Kept at every commit by :mod:`paceline.elastic.kept`, sent to ranks that copy by
+Kept at every commit by :mod:`paceline.elastic.commit.kept`, sent to ranks that copy by
 :mod:`paceline.elastic.state`. Must not know how a hook compresses.
 
 [Note: what belongs to a rank]
@@ -59,6 +59,10 @@ class WrapperState:
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
         self._reducers = [each.reducer for each in wrappers if each.reducer is not None]
+        # Looked up once: they stay when ranks change.
+        self._counted = [
+            (each.counters, each.runner.weighted_mean, each.registered) for each in self._reducers
+        ]
         self._sharded = [each for each in wrappers if each._shard_rounds is not None]
         self._warned: set[int] = set()
         self._numbers: list[tuple[int, float]] = []
@@ -67,9 +71,12 @@ class WrapperState:
 
     def keep(self) -> None:
         """Keep all of it as it is now; copies no large tensor of our own hooks."""
-        self._numbers = self._read_numbers()
-        self._rounds = self._read_rounds()
-        self._hooks = [_kept(state) for state in self._states()]
+        self._numbers, has_hook = [], False
+        for counters, mean, registered in self._counted:
+            self._numbers.append((counters.skipped_steps, mean.unit))
+            has_hook |= registered.hook is not None
+        self._rounds = self._read_rounds() if self._sharded else []
+        self._hooks = [_kept(state) for state in self._states()] if has_hook else []
 
     def put_back(self) -> None:
         """Make all of it as it was at the commit."""
@@ -131,14 +138,12 @@ class WrapperState:
             wrapper.shard_round = number
 
     def _read_numbers(self) -> list[tuple[int, float]]:
-        return [
-            (each.counters.skipped_steps, each.runner.weighted_mean.unit) for each in self._reducers
-        ]
+        return [(counters.skipped_steps, mean.unit) for counters, mean, _ in self._counted]
 
     def _write_numbers(self, numbers: Sequence[Sequence[float]]) -> None:
-        for reducer, (skipped, unit) in zip(self._reducers, numbers, strict=False):
-            reducer.counters.skipped_steps = int(skipped)
-            reducer.runner.weighted_mean.unit = float(unit)
+        for (counters, mean, _), (skipped, unit) in zip(self._counted, numbers, strict=False):
+            counters.skipped_steps = int(skipped)
+            mean.unit = float(unit)
 
 
 def _has_state(state: Any) -> bool:
