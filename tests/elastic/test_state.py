@@ -373,6 +373,9 @@ TREES: list[Any] = [
     {"a": [1, 2.5, None, True, "x"], 3: (torch.arange(4), {"b": torch.ones(2, 0)})},
     [float("inf"), -0.0, torch.tensor(3, dtype=torch.bfloat16)],
     {},
+    {"sparse": torch.ones(3).to_sparse()},
+    # Two entries of one row, which must not be added up on the way.
+    [torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (4, 2), check_invariants=True)],
 ]
 
 

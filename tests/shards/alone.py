@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,7 @@ def train_named(name: str, steps: int) -> str:
 
 def train(case: Case | Drawn, steps: int) -> str:
     """Train on this rank without elastic; return the digest of what it ends with."""
+    warnings.filterwarnings("ignore", "Sparse invariant checks")  # by Adagrad
     training = Training(case.case() if isinstance(case, Drawn) else case)
     batches: Iterator[Any] = iter(())
     for step in range(steps):

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigurationError, StateTransferError
+from paceline.torch_private.autograd import stored_parts
 from paceline.transport.messages import GroupMessages, broadcast_tensors
 
 CHUNK_BYTES = 64 << 20
@@ -39,6 +40,8 @@ def copy_from(
     stages: bool = False,
 ) -> Any:
     """Fill ``tensors`` with the source's, and return its tree. Collective over the default group.
+
+    Who keeps its own gets its own ``tree`` back.
 
     Args:
         source: Its rank.
@@ -65,7 +68,7 @@ def copy_from(
         if is_staged:
             for tensor, new in zip(tensors, into, strict=True):
                 tensor.copy_(new)
-    return tree if is_source else rebuild(description, iter(inner))
+    return tree if is_source or keeps_own else rebuild(description, iter(inner))
 
 
 def broadcast_text(messages: GroupMessages, text: str, source: int) -> str:
@@ -120,6 +123,10 @@ def check_travels(what: str, tree: Any) -> None:
 
 def describe(value: Any, found: list[torch.Tensor]) -> Any:
     """Return JSON for a value; its tensors are put into ``found``."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo:
+        # Not coalesced first: to add up its entries would change the bits of what comes later.
+        parts = [describe(part, found) for part in stored_parts(value.detach())]
+        return {"sparse": [list(value.shape), value.is_coalesced(), *parts]}
     if isinstance(value, torch.Tensor):
         found.append(value.detach())
         return {
@@ -159,6 +166,12 @@ def rebuild(description: Any, tensors: Any) -> Any:
     ((kind, content),) = description.items()
     if kind == "tensor":
         return next(tensors)
+    if kind == "sparse":
+        shape, is_coalesced, *parts = content
+        indices, values = (rebuild(part, tensors) for part in parts)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
+        )
     if kind == "plain":
         return content
     if kind == "float":
@@ -176,6 +189,8 @@ def make_tensors(description: Any) -> list[torch.Tensor]:
     if kind == "tensor":
         shape, dtype, device = content
         return [torch.empty(shape, dtype=_dtype(dtype), device=device)]
+    if kind == "sparse":
+        return [t for part in content[2:] for t in make_tensors(part)]
     if kind in ("dict", "counter"):
         return [t for k, v in content for part in (k, v) for t in make_tensors(part)]
     if kind in ("list", "tuple"):

@@ -124,6 +124,11 @@ _hooks_after = attrgetter("_post_accumulate_grad_hooks")
 _hooks_before = attrgetter("_backward_hooks")
 
 
+def stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the entries of a sparse tensor are, and what they are; also if it is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
 def stored_entries(tensor: torch.Tensor) -> int:
     """How many entries a sparse tensor stores."""
     return tensor._nnz()

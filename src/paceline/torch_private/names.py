@@ -53,6 +53,8 @@ METHODS = {
     "torch._foreach_add_": "logical shards",
     "torch._foreach_mul_": "every backward of DistributedDataParallel",
     "torch.Tensor._nnz": "sparse gradients",
+    "torch.Tensor._indices": "elastic training with sparse optimizer states",
+    "torch.Tensor._values": "elastic training with sparse optimizer states",
     "torch.Tensor._post_accumulate_grad_hooks": "logical shards",
     "torch.Tensor._backward_hooks": "logical shards",
     "torch.nn.Module._replicate_for_data_parallel": "DataParallel",
