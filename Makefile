@@ -123,9 +123,10 @@ launchers:
 	@$(call debian,slurmctld,slurm-wlm munge,tests under Slurm,slurm)
 	@$(call debian,mpirun,openmpi-bin,tests under mpirun,mpirun)
 
-# Who else all-reduces in `paceline bench allreduce`. DeepSpeed has a folder of its own: the frameworks
-# would find it, and change.
-contenders: build/deepspeed/.installed
+# Who else takes part in `paceline bench allreduce` and, with PYTHONPATH=build/torchft, in `paceline
+# bench elastic`. DeepSpeed has a folder of its own, as the frameworks would find it, and change;
+# torchft, as it asks for a torch that need not be ours.
+contenders: build/deepspeed/.installed build/torchft/.installed
 	@$(BIN)/python -c 'import mpi4py' 2>/dev/null || $(INSTALL) ".[mpi]" \
 	  || echo "MPI could not be installed: its benchmarks will not be tested"
 
@@ -133,6 +134,10 @@ build/deepspeed/.installed: | $(BIN)/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target build/deepspeed \
 	  deepspeed hjson ninja py-cpuinfo einops && touch $@ \
 	  || { rm -rf build/deepspeed; echo "DeepSpeed could not be installed: its test will be skipped"; }
+
+build/torchft/.installed: | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target build/torchft torchft && touch $@ \
+	  || { rm -rf build/torchft; echo "torchft could not be installed: paceline bench elastic runs without"; }
 
 # The native core of the shared-memory group needs a C compiler and Python's headers. Without them
 # the package works over gloo, and its tests of shared memory skip and say so.

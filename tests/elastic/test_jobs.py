@@ -117,9 +117,30 @@ def test_death_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_a_spare_takes_over(tmp_path: Path) -> None:
+    """One that was there before the death, not a replacement that came after it."""
+    there: set[str] = set()
+
+    def look(job: JobOnSharedServer) -> None:
+        members = {str(member) for member in job._members}
+        if not list(Path(job._plan.target.args[0]).glob("fired-*")):
+            there.update(members)
+
     ended = run_job(tmp_path, faults=[("kill", "forward", 15, 1)], spares=1, hold_s=60.0,
-                    pause_s=0.2)  # fmt: skip
+                    pause_s=0.2, on_wait=look)  # fmt: skip
     check(ended, faults=1, world=3)
+    trained = {path.name.removeprefix("done-") for path in ended.out.glob("done-*")}
+    assert len(trained - {"0", "1", "2"}) == 1
+    assert trained <= there
+
+
+def test_below_the_minimum_nobody_trains_and_the_job_ends(tmp_path: Path) -> None:
+    ended = run_job(tmp_path, ranks=2, faults=[("kill", "forward", 5, 1)], replaces=False,
+                    minimum=2, wait_s=1.0)  # fmt: skip
+    assert ended.code == 1
+    text = ended.folder.failure.read_text()
+    assert "there are 1 ranks, fewer than the minimum of 2, for 1 s" in text
+    assert {event["world"] for event in ended.events()} <= {2}
+    assert last_commit(ended) <= 6  # the step that was under way
 
 
 def test_scaling_up_and_down(tmp_path: Path) -> None:

@@ -318,8 +318,7 @@ class State:
         tensors = [t for module in self._modules for t in _tensors_of(module)]
         stages, keeps_own = self.holds_step, self.holds_step and self.commits == step
         is_source = torch.distributed.get_rank() == source
-        tree = self._tree() if is_source else None
-        tree = copy_from(source, tensors, tree, keeps_own=keeps_own, stages=stages)
+        tree = copy_from(source, tensors, self._tree(), keeps_own=keeps_own, stages=stages)
         if not is_source and not keeps_own:
             self.is_whole = False
             self._take(tree)

@@ -41,7 +41,7 @@ class MeasuredKill:
     Attributes:
         at_s: When.
         pid: Of whom.
-        next_step_s: Until a step was finished that began after it; by a survivor, if any.
+        next_step_s: Until some rank finished a step in a later epoch, so one that began after it.
         replaced_s: Until the first step of the new process.
         repeated: Steps that were committed before, and done again.
     """

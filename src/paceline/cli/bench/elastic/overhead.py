@@ -73,8 +73,13 @@ def measure(rounds: int, timeout_s: float) -> list[Overhead]:
 def _measured(name: str, rounds: int, timeout_s: float) -> Overhead:
     found = run_ranks(2, _train, name, rounds, timeout_s=timeout_s)
     ratios = [sum(pair) / len(pair) for pair in zip(*(each[0] for each in found), strict=True)]
-    step_ms, commit_us, trained_us = (median(each[n] for each in found) for n in (1, 2, 3))
-    return Overhead(name, estimate(ratios), step_ms, commit_us, trained_us)
+    return Overhead(
+        name,
+        estimate(ratios),
+        median(each[1] for each in found),
+        median(each[2] for each in found),
+        median(each[3] for each in found),
+    )
 
 
 Found = tuple[list[float], float, float, float]
