@@ -51,7 +51,9 @@ def test_whatever_buckets_and_views_there_are() -> None:
     """Many small buckets; one, whose gradients are copied; one, whose gradients are views."""
     names = ("mlp", "copies", "torch's views")
     places = [(1, "c10d"), (3, "shm")]
-    found = {digests(n, each, *CASES)[f"{name} over {each}"] for name in names for n, each in places}
+    found = {
+        digests(n, each, *CASES)[f"{name} over {each}"] for name in names for n, each in places
+    }
     assert len(found) == 1
 
 
