@@ -222,7 +222,7 @@ class TestTorchrun:
         assert re.search(r"because rank 1 \(pid \d+\) ended", done.stderr)
         assert "`paceline run --elastic`" in done.stderr
         steps = sorted(path.name for path in (out / "checkpoints").iterdir())
-        assert int(found[1]) > 12
+        assert int(found[1]) >= 12  # committed when rank 1 died; more, if torchrun is slower
         assert steps[-1].endswith(found[1]), steps
 
     @pytest.mark.parametrize("stand_in", [(), STAND_IN])
