@@ -143,6 +143,17 @@ def test_below_the_minimum_nobody_trains_and_the_job_ends(tmp_path: Path) -> Non
     assert last_commit(ended) <= 6  # the step that was under way
 
 
+@pytest.mark.slow
+def test_shares_that_are_uneven(tmp_path: Path) -> None:
+    """24 samples on 5 ranks, and on 4 while one is away.
+
+    With dropout, a rank draws as many numbers as it has samples: generators differ.
+    """
+    ended = run_job(tmp_path, ranks=5, faults=[("kill", "bucket", 5, 2)], pause_s=0.3, steps=30,
+                    hurries=lambda worlds: worlds == [5, 4, 5])  # fmt: skip
+    check(ended, faults=1, world=5, steps=30, differing=("generator",))
+
+
 def test_scaling_up_and_down(tmp_path: Path) -> None:
     def scale(job: JobOnSharedServer) -> None:
         if job.worlds() == [3] and not asked:
