@@ -104,7 +104,7 @@ def test_what_others_have_in_shared_memory_is_not_seen(name: str) -> None:
 def test_a_test_that_leaks_fails(tmp_path: Path) -> None:
     tests = tmp_path / "tests"
     tests.mkdir()
-    for name in ("conftest.py", "examples.py"):
+    for name in ("conftest.py", "examples.py", "required.py"):
         shutil.copy(Path(__file__).with_name(name), tests)
     (tests / "test_it.py").write_text(
         "import os, pytest\n"

@@ -31,7 +31,7 @@ import enum
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,7 +309,7 @@ class StillRanks:
 
 def waited_for(ranks: dict[int, StillRank]) -> list[int]:
     """Those that the others wait for; nobody if that cannot be told."""
-    least = _least_far(ranks)
+    least = least_far({member: one.progress for member, one in ranks.items()})
     waiting = {member for member, one in ranks.items() if one.stance is Stance.WAITS}
     if least and (len(waiting) == len(ranks) or not waiting.intersection(least)):
         return least
@@ -317,9 +317,10 @@ def waited_for(ranks: dict[int, StillRank]) -> list[int]:
     return hanging if waiting else []
 
 
-def _least_far(ranks: dict[int, StillRank]) -> list[int]:
-    known = {member: one.progress for member, one in ranks.items() if one.progress is not None}
-    if len(known) < len(ranks) or len(set(known.values())) < 2:
+def least_far(progress: Mapping[int, tuple[int, int] | None]) -> list[int]:
+    """Those that have come less far than others; nobody if that is not known of all."""
+    known = {member: far for member, far in progress.items() if far is not None}
+    if len(known) < len(progress) or len(set(known.values())) < 2:
         return []
     least = min(known.values())
     return [member for member, far in known.items() if far == least]
