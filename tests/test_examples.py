@@ -110,9 +110,9 @@ def test_under_torchrun() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "own_hook.py",
-        "same_bits.py",
         "train_mlp.py",
+        pytest.param("own_hook.py", marks=pytest.mark.slow),
+        pytest.param("same_bits.py", marks=pytest.mark.slow),
         pytest.param("recommender.py", marks=pytest.mark.slow),
         pytest.param("nanogpt.py", marks=pytest.mark.slow),
     ],

@@ -59,6 +59,7 @@ def test_ends_well(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
+@pytest.mark.slow
 def test_a_callback_of_the_group_may_take_its_time(tmp_path: Path) -> None:
     ended = run("group", tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -76,6 +77,7 @@ def asks_of_group() -> int:
     return gloo_threads.wait_for_gloo_at_exit.cache_info().currsize - before
 
 
+@pytest.mark.slow
 def test_wrapper_and_group_ask_for_it() -> None:
     assert run_ranks(1, asks_of_wrapper) == [1]
     assert run_ranks(2, asks_of_group) == [1, 1]

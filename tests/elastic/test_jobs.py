@@ -80,12 +80,14 @@ def test_sigterm_makes_a_rank_leave_after_its_step(tmp_path: Path) -> None:
     assert ended.events()[-1]["why"] == "ranks are to join or to leave"
 
 
+@pytest.mark.slow
 def test_the_joiner_dies_while_it_copies_the_state(tmp_path: Path) -> None:
     faults = [("kill", "forward", 5, 1), ("kill", "copy as joiner", 0, -1)]
     check(run_job(tmp_path, faults=faults, hold_s=60.0), faults=2, world=3)
 
 
-@pytest.mark.parametrize("backend", ["paceline", pytest.param("gloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+@pytest.mark.slow
 def test_a_rank_dies_while_others_connect_to_it(tmp_path: Path, backend: str) -> None:
     faults = [("kill", "forward", 5, 2), ("kill", "connect", 5, 1)]
     ended = run_job(tmp_path, faults=faults, hold_s=100.0, backend=backend, respond_s=60.0)
@@ -93,7 +95,8 @@ def test_a_rank_dies_while_others_connect_to_it(tmp_path: Path, backend: str) ->
     assert "did not leave" not in "".join(event["why"] for event in ended.events())
 
 
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("paceline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.slow
 def test_a_rank_dies_while_others_make_a_group_with_it(tmp_path: Path, backend: str) -> None:
     """They wait in a store, where no connection ends."""
     faults = [("kill", "new group", 0, 1), ("kill", "forward", 5, 2), ("kill", "new group", 5, 0)]
@@ -112,6 +115,7 @@ def test_a_rank_that_is_stuck_before_it_meets_the_others(tmp_path: Path) -> None
     assert "was killed: others waited for it" in ended.logs() + str(ended.events())
 
 
+@pytest.mark.slow
 def test_death_before_the_first_step(tmp_path: Path) -> None:
     check(run_job(tmp_path, faults=[("kill", "construction", 0, 1)]), faults=1, world=3)
 
@@ -175,6 +179,7 @@ def test_scaling_up_and_down(tmp_path: Path) -> None:
         each.join()
 
 
+@pytest.mark.slow
 def test_a_script_that_does_not_train_under_run_is_named(tmp_path: Path) -> None:
     ended = run_job(tmp_path, ranks=2, faults=[("quit", "construction", 0, 0)])
     assert ended.code == 1
@@ -199,6 +204,7 @@ def test_a_death_between_step_and_commit_ends_the_job_with_the_remedy(tmp_path: 
     assert "Call state.commit() directly after the optimizer's step" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_always_fails_ends_the_job_with_a_reason(tmp_path: Path) -> None:
     ended = run_job(tmp_path, ranks=2, faults=[("raise", "construction", 0, 1)] * 9)
     assert ended.code == 1
@@ -243,6 +249,7 @@ def last_commit(ended: Ended) -> int:
     return max(int(json.loads(path.read_text().splitlines()[-1])[0]) for path in files)
 
 
+@pytest.mark.slow
 def test_when_the_last_that_holds_the_state_dies_the_job_ends(tmp_path: Path) -> None:
     faults = [("kill", "forward", 5, 1), ("kill", "recovery", 5, 0)]
     ended = run_job(tmp_path, ranks=2, faults=faults, hold_s=60.0)

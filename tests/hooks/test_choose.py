@@ -50,6 +50,7 @@ def test_less_than_a_millisecond_is_not_worth_a_rounding(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("_two_rounds")
+@pytest.mark.slow
 def test_bytes_are_those_of_the_wire() -> None:
     """The same ratios as on a link (test_bytes.py), at any number of ranks."""
     for world in (2, 4, 8):
@@ -95,6 +96,7 @@ def test_it_can_be_put_to_use() -> None:
 
 
 @pytest.mark.usefixtures("_two_rounds")
+@pytest.mark.slow
 def test_large_models_are_measured_by_a_sample() -> None:
     """Twice the parameters cost twice as much, without twice the measuring."""
     with torch.device("meta"):

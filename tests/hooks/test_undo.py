@@ -19,7 +19,7 @@ from tests.hooks.test_resume import HOOKS, batch, bits, make, train
 
 @pytest.mark.parametrize(
     "marked_at",
-    [0, 2, pytest.param(4, marks=pytest.mark.slow)],
+    [0, *(pytest.param(at, marks=pytest.mark.slow) for at in (2, 4))],
 )
 def test_a_step_that_does_not_count(marked_at: int) -> None:
     """Marked before the first step, and later. Not after the first: buckets are cut anew then,

@@ -64,6 +64,7 @@ def test_killed_ranks(tmp_path: Path, name: str, faults: Sequence[Fault]) -> Non
     assert (found.is_equal, found.text) == (True, text)
 
 
+@pytest.mark.slow
 def test_a_difference_in_a_job_with_kills_is_named(tmp_path: Path) -> None:
     """Rank 0, which writes the parameters, is killed; and one update of the job is another."""
     options = {"faults": [("shard", 4, 0), ("between", 12, 1)], "case": "cnn", "changes": 15}
@@ -89,6 +90,7 @@ def scaler(first: int, targets: list[int]) -> Callable[[jobs.JobOnSharedServer],
     return scale
 
 
+@pytest.mark.slow
 def test_resizes(tmp_path: Path) -> None:
     ended = jobs.run_job(tmp_path, ranks=2, steps=40, pause_s=0.3, on_wait=scaler(2, [4, 3]),
                          hurries=lambda worlds: worlds[-2:] == [4, 3])  # fmt: skip

@@ -278,6 +278,7 @@ class TestScripts:
         assert result.returncode == 1
         assert "ConfigurationError: The script comes from standard input" in result.stderr
 
+    @pytest.mark.slow
     def test_the_command_line(self) -> None:
         words = [sys.executable, "-c", self.SCRIPT]
         result = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -285,6 +286,7 @@ class TestScripts:
 
 
 class TestForkServer:
+    @pytest.mark.slow
     def test_a_server_that_cannot_import_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "broken.py").write_text("1 / 0")
         script = tmp_path / "script.py"

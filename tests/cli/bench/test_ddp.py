@@ -67,6 +67,7 @@ def make_number() -> int:
 
 
 @pytest.mark.may_leave("descriptors")  # matplotlib keeps its fonts open
+@pytest.mark.slow
 def test_own_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numbers, plot = tmp_path / "out.json", tmp_path / "out.svg"
     words = [*QUICK, "--rounds", "6", "--compare", "wrappers,hooks", "--json", str(numbers)]

@@ -15,6 +15,7 @@ from paceline.cli.bench.hooks_report import winners
 
 
 @pytest.mark.may_leave("descriptors")  # matplotlib keeps its fonts open
+@pytest.mark.slow
 def test_table_and_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plot, numbers = tmp_path / "hooks.png", tmp_path / "hooks.json"
     words = ["bench", "hooks", "--model", "tests.cli.bench.test_hooks:own_model", "--rounds", "3"]

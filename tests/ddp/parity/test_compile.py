@@ -87,6 +87,7 @@ def compare_whole_steps() -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_whole_step_in_one_compiled_function() -> None:
     """The backward runs under the compiler's eyes, and our hooks in it."""
     run_ranks(2, compare_whole_steps, timeout_s=240)

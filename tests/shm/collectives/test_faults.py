@@ -113,7 +113,7 @@ class TestKilled:
         [
             pytest.param(TINY, id="tiny"),
             pytest.param(STAGED, id="staged", marks=pytest.mark.slow),
-            pytest.param(IN_ARENA, id="arena"),
+            pytest.param(IN_ARENA, id="arena", marks=pytest.mark.slow),
         ],
     )
     def test_at_every_point(self, kinds: list[tuple[str, int]]) -> None:

@@ -161,6 +161,7 @@ def hoard(transport: str, steps: int = 9) -> list[torch.Tensor]:
     return [weight.grad[:2, :2].clone()]
 
 
+@pytest.mark.slow
 def test_a_full_arena_on_one_rank_is_slower_not_wrong(hosts: Hosts) -> None:
     for found in run_on_hosts(hosts, 2, hoard, "shm", timeout_s=120):
         assert bool((found[0] == 8 + 1.5).all())
