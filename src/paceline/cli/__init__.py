@@ -33,7 +33,7 @@ example:
   paceline bench ddp --model my.module:make     your own model: what to change, and what it gains
   paceline bench hooks --model small --seeds 0  which hook wins at which speed of the link
   paceline ps serve ipc:///tmp/t.sock           a parameter server for embedding tables
-  paceline demo                                 torch and Paceline side by side, and a rank that dies
+  paceline demo                                 torch and Paceline side by side; a rank that dies
 """
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended
