@@ -29,8 +29,6 @@ from paceline.cli import COMMANDS, EXAMPLE
 from tests.system import free_port
 
 DEADLINE_S = 280
-LONG_S = 1800
-"""Of an example that measures everything."""
 ROOT = Path(__file__).parents[2]
 EXAMPLE_LINE = re.compile(r"^  (paceline .*)$", re.MULTILINE)
 # What an example shows beside what the command is called with: two spaces or more, then words.
@@ -125,10 +123,10 @@ def start(line: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], line: str, deadline_s: float = DEADLINE_S) -> str:
+def finish(process: subprocess.Popen[str], line: str) -> str:
     """Wait for its end; return what it printed."""
     try:
-        output, _ = process.communicate(timeout=deadline_s)
+        output, _ = process.communicate(timeout=DEADLINE_S)
     finally:
         kill(process)
     assert process.returncode == 0, f"{line}\n{output}"
@@ -177,11 +175,11 @@ runpy.run_path(%r, run_name="__main__")
 """
 
 
-def run_example(line: str, folder: Path, deadline_s: float = DEADLINE_S) -> None:
+def run_example(line: str, folder: Path) -> None:
     """Run it with a ``train.py`` as it takes for granted; ``--patch`` meets torch's DDP."""
     elastic = ELASTIC % str(ROOT / "tests" / "elastic" / "script.py")
     (folder / "train.py").write_text(elastic if "--elastic" in line else UNEDITED.read_text())
-    output = finish(start(line, folder), line, deadline_s)
+    output = finish(start(line, folder), line)
     if "train.py" in line and "--elastic" not in line:
         wrapper = "paceline.ddp.wrapper" if "--patch" in line else "torch.nn.parallel"
         assert wrapper in output, f"{line}\n{output}"
@@ -242,13 +240,13 @@ def test_examples_work(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LONG_S + 300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", [x for x in examples_above() if " ps " not in x])
 def test_examples_above_work(line: str, tmp_path: Path) -> None:
     words = line.split()[1]
     needs(words)
     furnish(words, tmp_path)
-    run_example(line, tmp_path, LONG_S)
+    run_example(line, tmp_path)
 
 
 def test_examples_of_ps_work(tmp_path: Path) -> None:

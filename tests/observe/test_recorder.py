@@ -18,7 +18,6 @@ import paceline
 from paceline import DistributedDataParallel as DDP
 from paceline.errors import StepError
 from paceline.exit_reason import note_exception
-from paceline.observe.process_usage import ProcessUsage
 from paceline.observe.recording import active_recorder
 from paceline.observe.records import Activity, StepRecord
 from paceline.observe.ring import read_history, read_status
@@ -376,15 +375,3 @@ def test_the_status_says_what_a_rank_does(tmp_path: Path) -> None:
             f"OPTIMIZER {step}",
             f"INPUT {step + 1}",
         ]
-
-
-def test_a_run_delay_of_nothing_is_told_from_none_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    usage = ProcessUsage()
-    monkeypatch.setattr("paceline.observe.process_usage.os.listdir", lambda _: ["1"])
-    for delay_ns, grows_by in ((7, 7), (7, 1), (9, 2)):
-        monkeypatch.setattr("paceline.observe.process_usage._read_delay_ns", {"1": delay_ns}.get)
-        before_ns = usage.run_delay_ns
-        usage._read_delays()
-        assert usage.run_delay_ns - before_ns == grows_by

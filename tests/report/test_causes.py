@@ -90,6 +90,26 @@ def test_counters_that_are_read_now_and_then() -> None:
     assert found.diagnosis.cause is Cause.BLOCKED
 
 
+def test_all_ranks_wait_for_cores_for_longer_than_one_is_late() -> None:
+    """Delays are counted together, so nobody knows which steps had them: it may be the cause."""
+    run = make_run(Job(steps=300, delays=(Delay(2, Phase.BACKWARD, 50.0),)))
+    histories = tuple(
+        replace(
+            history,
+            steps=tuple(
+                replace(record, run_delay_ns=(record.step % 5 == 0) * 5 * 60 * MS)
+                for record in history.steps
+            ),
+        )
+        for history in run.histories
+    )
+    found = analyse(replace(run, histories=histories)).analysis.culprit
+    assert found is not None
+    assert found.diagnosis.cause is Cause.UNKNOWN
+    assert "all ranks wait for cores" in found.diagnosis.text
+    assert "60 ms waiting for a core" in found.diagnosis.evidence
+
+
 def test_a_count_is_divided_by_the_length_of_steps() -> None:
     records = make_run(Job(steps=4)).histories[0].steps
     counted = [replace(records[0]), *records[1:3], replace(records[3], run_delay_ns=30 * MS)]

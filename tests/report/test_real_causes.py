@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import multiprocessing
 import os
 import random
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,25 +76,32 @@ def cores() -> None:
         pytest.skip("needs a core for each of two ranks")
 
 
-def burn(core: int) -> None:
-    os.sched_setaffinity(0, {core})
-    while os.getppid() != 1:
-        pass
+BURN = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print("burns", flush=True)
+while os.getppid() == int(sys.argv[2]):
+    pass
+"""
 
 
 @contextlib.contextmanager
 def busy(core: int, loops: int) -> Iterator[None]:
-    """Other programs on one core."""
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=burn, args=(core,), daemon=True) for _ in range(loops)]
-    for other in others:
-        other.start()
-    try:
+    """Other programs on one core. They burn there already: no import of theirs disturbs ranks.
+
+    Each is a session of its own, as programs of other users are: a kernel with autogroups gives
+    every session the same share, so all of one session together would take only half of the core.
+    """
+    words = [sys.executable, "-S", "-c", BURN, str(core), str(os.getpid())]
+    with contextlib.ExitStack() as stack:
+        for _ in range(loops):
+            other = stack.enter_context(
+                subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+            )
+            stack.callback(other.kill)
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"burns\n"
         yield
-    finally:
-        for other in others:
-            other.kill()
-            other.join()
 
 
 def nothing() -> Work:
@@ -101,7 +109,7 @@ def nothing() -> Work:
 
 
 def test_others_use_its_core(tmp_path: Path) -> None:
-    with busy(CORES[CULPRIT], loops=3):
+    with busy(CORES[CULPRIT], loops=7):
         found = suspect(tmp_path, nothing)
     assert found.diagnosis.cause is Cause.NO_CORE
 

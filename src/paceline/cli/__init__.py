@@ -26,14 +26,14 @@ COMMANDS = {
 
 EXAMPLE = """\
 example:
-  paceline run -n 2 train.py                 run a script on two ranks
-  paceline report RUN --open                 who slows a run down, in which phase, and why
-  paceline verify RUN OTHER                  have two runs over shards the same bits
-  paceline doctor env                        is this machine fit, and what is to be fixed
-  paceline bench ddp --model my.module:make  your own model: what to change, and what it gains
-  paceline bench hooks --plot hooks.png      which hook wins at which speed of the link
-  paceline ps serve ipc:///tmp/t.sock        a parameter server for embedding tables
-  paceline demo                              torch and Paceline side by side, and a rank that dies
+  paceline run -n 2 train.py                    run a script on two ranks
+  paceline report RUN --open                    who slows a run down, in which phase, and why
+  paceline verify RUN OTHER                     have two runs over shards the same bits
+  paceline doctor env                           is this machine fit, and what is to be fixed
+  paceline bench ddp --model my.module:make     your own model: what to change, and what it gains
+  paceline bench hooks --model small --seeds 0  which hook wins at which speed of the link
+  paceline ps serve ipc:///tmp/t.sock           a parameter server for embedding tables
+  paceline demo                                 torch and Paceline side by side; a rank that dies
 """
 
 INTERRUPTED = 130  # as a shell reports a process that SIGINT ended

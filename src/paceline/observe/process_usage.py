@@ -4,6 +4,9 @@ Called by the recorder. CPU time and faults cost two microseconds, and ten in tr
 nothing of this in the caches: they are asked for every 50 ms, so in every step that is not shorter.
 Threads without a core cost several microseconds *each*, and memory ten: they are asked for so
 seldom that it costs a four-thousandth of the time, at most. Must not know what the numbers are for.
+
+The cost is this thread's CPU time: one that loses its core while it asks takes milliseconds, and
+would then ask no more for a minute, just where there is something to tell.
 """
 
 from __future__ import annotations
@@ -65,19 +68,20 @@ class ProcessUsage:
         self.major_faults = usage.ru_majflt
         return True
 
-    def refresh(self) -> bool:
-        """Ask for the rest, if it is time to; say whether it was."""
+    def refresh(self, *, is_end: bool = False) -> bool:
+        """Ask for the rest, if it is time to or for the last time; say whether it did."""
         now_s = time.monotonic()
-        if now_s < self._next_s:
+        if now_s < self._next_s and not is_end:
             return False
-        if now_s >= self._next_delays_s:
+        if now_s >= self._next_delays_s or is_end:
+            began_s = time.thread_time()
             self._read_delays()
-            took_s = time.monotonic() - now_s
+            took_s = time.thread_time() - began_s
             self._next_delays_s = now_s + max(_MIN_PAUSE_S, took_s / _SHARE_OF_TIME)
-        if now_s >= self._next_memory_s:
-            began_s = time.monotonic()
+        if now_s >= self._next_memory_s or is_end:
+            began_s = time.thread_time()
             self._read_now_and_then()
-            took_s = time.monotonic() - began_s
+            took_s = time.thread_time() - began_s
             self._next_memory_s = now_s + max(_MEMORY_EVERY_S, took_s / _SHARE_OF_TIME)
         self._next_s = min(self._next_delays_s, self._next_memory_s)
         return True

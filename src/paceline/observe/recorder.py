@@ -113,7 +113,7 @@ class Recorder:
         except Exception as error:
             self._turn_off(error)
         if is_end or self.listeners or time.perf_counter_ns() >= self._next_write_ns:
-            self.write_steps()
+            self.write_steps(is_end=is_end)
 
     def write_if_due(self) -> None:
         """Write what is over if it has waited long enough: training may have paused."""
@@ -128,14 +128,14 @@ class Recorder:
             step.cpu_ns, step.major_faults = usage.cpu_ns, usage.major_faults
         self._over.append(step)
 
-    def write_steps(self) -> None:
+    def write_steps(self, *, is_end: bool = False) -> None:
         """Write what is over ([Note: when a record is written])."""
         steps, self._over = self._over, []
         self._next_write_ns = time.perf_counter_ns() + _WRITE_EVERY_NS
         try:
             for step in steps[:-1]:
                 self._write_step(step)
-            if self.usage.refresh() and self.usage.throttled_ns > self._throttled_ns:
+            if self.usage.refresh(is_end=is_end) and self.usage.throttled_ns > self._throttled_ns:
                 self._note_throttled()
             for step in steps[-1:]:  # it has the run delay of all
                 self._write_step(step)

@@ -57,12 +57,13 @@ class _Excess:
     """What a rank had more of than the others, in the mean step in which it was late.
 
     Cores are stolen from all ranks of a host alike, so for ``stolen_ns`` its own other steps count,
-    too.
+    too. ``own_delay_ns`` is its own run delay, not what it had more of.
     """
 
     late_ns: float
     cpu_ns: float
     run_delay_ns: float
+    own_delay_ns: float
     major_faults: float
     stolen_ns: float
     samples_ratio: float
@@ -95,6 +96,8 @@ def diagnose(
         return _more_work(excess)
     if excess.explains(excess.major_faults * SLOW_FAULT_NS) and excess.major_faults >= 1:
         return _paging(excess)
+    if excess.own_delay_ns >= excess.late_ns:
+        return _all_wait(excess)
     return Diagnosis(
         Cause.BLOCKED,
         "it neither computes nor waits for a core: it sleeps, or waits for a disk, a lock or "
@@ -132,6 +135,7 @@ def _excess(straggler: Straggler, steps: Sequence[JobStep]) -> _Excess | None:
         late_ns=sum(step.ranks[rank].late_ns for step in late) / len(late),
         cpu_ns=mean(lambda record: record.cpu_ns),
         run_delay_ns=mean(lambda record: record.run_delay_ns),
+        own_delay_ns=sum(record.run_delay_ns for record in counted) / len(counted),
         major_faults=mean(lambda record: record.major_faults),
         stolen_ns=max(
             mean(lambda record: record.stolen_ns),
@@ -216,6 +220,19 @@ def _no_core(excess: _Excess, host: _HostLoad) -> Diagnosis:
         return Diagnosis(Cause.TOO_MANY_THREADS, text, evidence)
     text = "its threads wait for a core: another process uses the CPU, or a cgroup limits it"
     return Diagnosis(Cause.NO_CORE, text, evidence)
+
+
+def _all_wait(excess: _Excess) -> Diagnosis:
+    """Run delays of several steps come together, so which of them had how much is lost."""
+    text = (
+        "the cause is not known: all ranks wait for cores, which may or may not be why this one is "
+        "late; leave the host to this job, then record again"
+    )
+    evidence = (
+        f"{_ms(excess.own_delay_ns)} waiting for a core, {_ms(max(0, excess.run_delay_ns))} more "
+        f"than the others, {_ms(excess.late_ns)} late"
+    )
+    return Diagnosis(Cause.UNKNOWN, text, evidence)
 
 
 def _stolen(excess: _Excess) -> Diagnosis:
