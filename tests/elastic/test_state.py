@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import random
-from functools import partial
 from typing import Any
 
 import numpy
@@ -17,13 +16,10 @@ import torch.distributed as dist
 from paceline import DistributedDataParallel as DDP
 from paceline.elastic import State, run, session
 from paceline.elastic.commit.random_state import read_generators, write_generators
-from paceline.elastic.session import Session
 from paceline.elastic.transfer import describe, make_tensors, rebuild
-from paceline.elastic.unblock import cut_connections
 from paceline.errors import ConfigurationError, StateTransferError
 from paceline.hooks.interface import done
 from paceline.testing import run_ranks
-from paceline.transport import messages
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, State]:
@@ -293,54 +289,6 @@ def test_what_could_not_be_made_again_is_refused() -> None:
     for texts in run_ranks(2, on_rank):
         assert "over a group that has not all ranks" in texts[0]
         assert "step in the backward" in texts[1]
-
-
-class TestTheSourceDiesInTheMiddleOfACopy:
-    """A survivor that is a step behind still holds its step; a joiner holds nothing."""
-
-    @staticmethod
-    def on_rank(has_trained: bool) -> tuple[bool, bool, bool]:
-        rank, pids = dist.get_rank(), torch.tensor([os.getpid(), 0])
-        others = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
-        dist.all_gather(others, pids)
-        model, _, state = make()
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.fill_(1 - rank)
-        state.commit()
-        if rank == 0:
-            state.commit()
-        if has_trained:
-            state.has_entered()
-        before = [t.clone() for t in model.state_dict().values()]
-        broadcast = messages.GroupMessages.broadcast
-        sent: list[str] = []
-
-        def broadcast_some(*args: Any) -> None:
-            sent.append(args[1])
-            if rank == 0 and sent.count("copy of the state") == 2:
-                cut_connections({int(other[0]) for other in others} - {os.getpid()})
-            broadcast(*args)
-
-        messages.GroupMessages.broadcast = broadcast_some  # type: ignore[method-assign]
-        session = Session(state)
-        decision = {"rank": rank, "world": 2, "epoch": 1, "is_first": False, "step": 2,
-                    "source": 0, "copies": True, "pids": []}  # fmt: skip
-        session._rebuild = lambda *args: None  # type: ignore[method-assign]
-        with pytest.raises((RuntimeError, ConnectionError)):
-            session._enter(decision)
-        state.put_back()
-        after = model.state_dict().values()
-        is_same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        return sent.count("copy of the state") == 2, state.is_whole, is_same
-
-    def test_a_survivor(self) -> None:
-        ends = run_ranks(2, partial(self.on_rank, True))
-        assert ends == [(True, True, True)] * 2
-
-    def test_a_joiner(self) -> None:
-        _, (is_half, is_whole, is_same) = run_ranks(2, partial(self.on_rank, False))
-        assert (is_half, is_whole, is_same) == (True, False, False)
 
 
 class Unsendable:

@@ -2,7 +2,9 @@
 
 Called by the listening thread of :mod:`paceline.elastic.client`, again and again, until the
 training thread has left. Paceline's own groups have ``abort``. gloo has none: a thread in it is
-freed by ending the connections to the other ranks, which gloo reports as an error.
+freed by ending the connections to the other ranks, which gloo reports as an error; not always, so
+waits of Paceline's end by themselves then ([Note: what gloo forgets] in
+:mod:`paceline.liveness.wait_guard`).
 
 [Note: which connections are gloo's]
 gloo does not tell. A connection is one between ranks
@@ -29,6 +31,7 @@ from typing import Any
 from paceline.ddp import DistributedDataParallel
 from paceline.elastic.hosts.listening import address_of, listening_at, sockets_of, tcp_table
 from paceline.elastic.protocol import DIRECTORY, peers_path
+from paceline.liveness import give_up_waits
 from paceline.torch_private.groups import registered_groups
 
 
@@ -50,6 +53,7 @@ def free_collectives(
         with contextlib.suppress(RuntimeError):
             group.abort()
     cut_connections(set(peers), read_listens() | set(listens))
+    give_up_waits()
 
 
 def _groups() -> list[Any]:

@@ -6,6 +6,8 @@ Called by whatever waits for a group: ``watch_of(group).run(...)``.
 from __future__ import annotations
 
 import os
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -17,6 +19,7 @@ from paceline.forks import finalize_here
 from paceline.liveness.watch import Watch
 from paceline.torch_private.groups import group_store
 
+KEEP_LOOK_S = 1.0
 _WAITS_IN_SLICES = ("gloo", BACKEND_NAME)
 _watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
@@ -42,7 +45,25 @@ def watch_of(group: dist.ProcessGroup) -> Watch:
 def adopt(group: dist.ProcessGroup, watch: Watch) -> None:
     """Give a group a watch that was made for it; it is closed when the group goes."""
     _watches[group] = watch
+    to_keep = weakref.ref(group)
+    watch.keeps = lambda work: _keep(to_keep(), work)
     finalize_here(group, watch.roster.close)
+
+
+def give_up_waits() -> None:
+    """End all waits for the groups of this process soon: their connections have been cut."""
+    for watch in list(_watches.values()):
+        watch.is_given_up = True
+
+
+def _keep(group: dist.ProcessGroup | None, work: Any) -> None:
+    """Keep a group until a collective of it has ended: [Note: what gloo forgets]."""
+
+    def wait(_group: dist.ProcessGroup | None) -> None:
+        while not work.is_completed():
+            time.sleep(KEEP_LOOK_S)
+
+    threading.Thread(target=wait, args=(group,), name="paceline-keep", daemon=True).start()
 
 
 def gather_all(group: dist.ProcessGroup, mine: torch.Tensor, what: str) -> list[torch.Tensor]:

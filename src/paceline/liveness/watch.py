@@ -34,6 +34,8 @@ class Watch:
         rank: This one, in the group.
         roster: Who the ranks are.
         lost_peers: Names the rank that is gone.
+        is_given_up: The connections of the group are cut, and its waits are to end.
+        keeps: Told of a collective that has not ended when its wait has.
 
     Args:
         store: Of the group.
@@ -54,6 +56,8 @@ class Watch:
     ) -> None:
         self.rank = rank
         self._has_slices = has_slices
+        self.is_given_up = False
+        self.keeps: Callable[[Any], None] = lambda _work: None
         self._attempts = 0
         self._is_attempting = False
         self.roster = PeerRoster(store, rank, world)
@@ -130,7 +134,14 @@ class Watch:
                 if work.is_completed():
                     self._wait_plainly(what, work)
                     return
-                guard.check(error)
+                self._check(guard, work, error)
+
+    def _check(self, guard: WaitGuard, work: Any, cause: BaseException) -> None:
+        try:
+            guard.check(cause)
+        except BaseException:
+            self.keeps(work)
+            raise
 
     def wait_future(self, what: str, future: Any, timeout_s: float) -> bool:
         """Wait until a future is done, well or not; say whether it is.
