@@ -94,7 +94,7 @@ def test_training_goes_on(tmp_path: Path, kind: str, backend: str) -> None:
         backend=backend,
         hold_s=100.0,
         stuck_after_s=STUCK_AFTER_S.get(kind, 0.0),
-        options={"own_hook": True, **({"meet_s": 2.0} if kind == "native wait" else {})},
+        options={"own_hook": True, **({"meet_s": 10.0} if kind == "native wait" else {})},
         on_wait=kill_the_coordinator(tmp_path / "out", faults),
     )
     check(ended, faults=len(faults), world=ranks, steps=steps)

@@ -21,10 +21,7 @@ class ToyModel(nn.Module):
         return self.net2(self.relu(self.net1(x)))
 
 
-@record
-def main():
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def train(rank):
     print(f"start of rank {rank}, local rank {os.environ['LOCAL_RANK']}")
     torch.manual_seed(0)
     model = DDP(ToyModel())
@@ -38,6 +35,12 @@ def main():
         optimizer.step()
     total = sum(value.double().sum().item() for value in model.parameters())
     print(f"result {total.hex()} {type(model).__module__}")
+
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    train(dist.get_rank())  # its model is gone when the group goes: torch may hang or abort else
     dist.destroy_process_group()
 
 

@@ -50,8 +50,7 @@ class Trainer:
             print(f"rank {self.rank}, epoch {epoch}, {len(self.loader)} batches")
 
 
-def main(epochs, save_every, batch_size):
-    dist.init_process_group(backend="gloo")
+def train(epochs, save_every, batch_size):
     torch.manual_seed(0)
     data = TensorDataset(torch.rand(64, 20), torch.randint(4, (64,)))
     model = torch.nn.Linear(20, 4)
@@ -62,6 +61,11 @@ def main(epochs, save_every, batch_size):
     trainer.train(epochs)
     total = sum(value.double().sum().item() for value in trainer.model.parameters())
     print(f"result {total.hex()} {type(trainer.model).__module__}")
+
+
+def main(epochs, save_every, batch_size):
+    dist.init_process_group(backend="gloo")
+    train(epochs, save_every, batch_size)  # its model is gone when the group goes: else torch hangs
     dist.destroy_process_group()
 
 
