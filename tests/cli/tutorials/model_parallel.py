@@ -1,5 +1,7 @@
 """In the shape of torch's tutorial on DDP with model parallelism: two devices, both CPUs."""
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -41,3 +43,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     demo_model_parallel(dist.get_rank())
     dist.destroy_process_group()
+    time.sleep(1)  # torch aborts if Python ends before gloo has let go of its tensors

@@ -1,6 +1,7 @@
 """In the shape of torch's elastic_ddp.py: a toy model, and ``@record`` around main."""
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ def main():
     dist.init_process_group("gloo")
     train(dist.get_rank())  # its model is gone when the group goes: torch may hang or abort else
     dist.destroy_process_group()
+    time.sleep(1)  # torch aborts if Python ends before gloo has let go of its tensors
 
 
 if __name__ == "__main__":

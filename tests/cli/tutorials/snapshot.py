@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,7 @@ def main(epochs, save_every, batch_size):
     dist.init_process_group(backend="gloo")
     train(epochs, save_every, batch_size)  # its model is gone when the group goes: else torch hangs
     dist.destroy_process_group()
+    time.sleep(1)  # torch aborts if Python ends before gloo has let go of its tensors
 
 
 if __name__ == "__main__":
